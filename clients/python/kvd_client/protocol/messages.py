@@ -1,0 +1,259 @@
+"""The messages of the kvd protocol, version 1 (docs/protocol.md is the specification).
+
+A message on the wire is a msgpack map, the *header*, of at most ``MAX_HEADER_BYTES``, followed by raw body frames. The map's key
+``type`` names the struct below. Unknown keys are ignored; an unknown type is answered with ``failed`` (``unknown_type``). Each docstring
+says what the body frames hold. Ids: ``request_id`` and ``op_id`` are 16 bytes made by the client.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+MAX_HEADER_BYTES = 64 * 1024
+ID_BYTES = 16
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    """A header. Fields left at their default are not sent."""
+
+
+# ------------------------------------------------------------------------------------------- client to daemon
+
+
+class Hello(Message, tag="hello"):
+    """Opens a conversation (and again after each reconnect). No body."""
+
+    protocol: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX)
+    client: str = ""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters; the defaults are the OpenAI API's. ``seed`` None: the daemon draws one."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logprobs: int | None = None
+    """None: none. 0: of the sampled token. k: of the k most likely besides (at most 20)."""
+
+
+class Generate(Message, tag="generate"):
+    """Begin a request. Body: one frame, by ``input``.
+
+    ``text``: UTF-8, tokenised as it is (with the model's begin-of-sequence token where it has one). ``ids``: packed u32. ``messages``: a msgpack
+    array of ``{"role": str, "content": str, …}`` maps for the model's chat template, with ``template_args`` as further variables.
+    """
+
+    request_id: bytes
+    input: str
+    sampling: Sampling = msgspec.field(default_factory=Sampling)
+    n: int = 1
+    max_tokens: int | None = None
+    """Output tokens per choice; None: what fits ``max_model_len``."""
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    credit: int = 0
+    """Tokens over all choices that the client takes before it sends ``credit``; 0: the daemon's default window, which it renews itself as
+    long as the socket takes the messages."""
+    text: bool = True
+    """Whether ``tokens`` messages carry text."""
+    cache_salt: bytes = b""
+    template_args: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Abort(Message, tag="abort"):
+    """End a request; answered by ``finished`` with reason ``aborted``. No body."""
+
+    request_id: bytes
+
+
+class Credit(Message, tag="credit"):
+    """Take ``num_tokens`` further tokens of a request. No body."""
+
+    request_id: bytes
+    num_tokens: int
+
+
+class Pin(Message, tag="pin"):
+    """Compute, keep and persist a prefix under a name. Body as for ``generate``.
+
+    For ``messages`` the prefix is what two renderings with different user turns after these messages share.
+    """
+
+    op_id: bytes
+    name: str
+    input: str
+    priority: int = 50
+    cache_salt: bytes = b""
+    template_args: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Unpin(Message, tag="unpin"):
+    op_id: bytes
+    name: str
+
+
+class Prefixes(Message, tag="prefixes"):
+    """List the pins and the hottest prefixes. Answered by ``result``."""
+
+    op_id: bytes
+
+
+class Tokenize(Message, tag="tokenize"):
+    """Body as for ``generate`` with ``text`` or ``messages``. Answered by ``result`` {count}; its body: packed u32 ids."""
+
+    op_id: bytes
+    input: str
+    template_args: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Status(Message, tag="status"):
+    """Answered by ``result`` in every state of the daemon."""
+
+    op_id: bytes
+
+
+class Stats(Message, tag="stats"):
+    """Answered by ``result`` in every state of the daemon."""
+
+    op_id: bytes
+
+
+class Checkpoint(Message, tag="checkpoint"):
+    """Persist every hot block; answered by ``result`` {blocks, bytes} when that is durable."""
+
+    op_id: bytes
+
+
+class Drain(Message, tag="drain"):
+    """Stop the daemon gracefully: answered by ``result`` when it has stopped accepting; it exits when the running requests are over."""
+
+    op_id: bytes
+    timeout_s: float | None = None
+
+
+class Ping(Message, tag="ping"):
+    """Answered by ``pong`` in every state. Sent as heartbeat too."""
+
+    nonce: int = 0
+
+
+ClientMessage = Hello | Generate | Abort | Credit | Pin | Unpin | Prefixes | Tokenize | Status | Stats | Checkpoint | Drain | Ping
+
+# ------------------------------------------------------------------------------------------- daemon to client
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds that a client meets."""
+
+    max_message_bytes: int
+    max_model_len: int
+    max_choices: int
+    max_stop_strings: int
+    default_credit: int
+
+
+class HelloReply(Message, tag="hello_reply"):
+    """``instance`` is drawn at each start of the daemon: another one means a restart. Model facts are empty until they are known."""
+
+    instance: bytes
+    version: str
+    protocol: tuple[int, int]
+    state: str
+    limits: Limits
+    model: str = ""
+    fingerprint: str = ""
+    vocab_size: int = 0
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Tokens(Message, tag="tokens"):
+    """Tokens of one choice. Body: the ids as packed u32, then, where text was asked for, a UTF-8 frame of the text that became final with
+    them (which may lag behind the ids by an unfinished character or a possible stop string)."""
+
+    request_id: bytes
+    choice: int
+    first_index: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts. ``cached_tokens``: every prompt token that was matched in the prefix cache. ``restored_tokens``: those of them whose bytes came from disk since
+    this start and are used for the first time or were loaded for this request. ``recomputed_tokens``: those of them that the daemon computed again
+    at this start, from a pin's recipe or a logged prefix, and are used for the first time."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    restored_tokens: int = 0
+    recomputed_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds in the daemon, from the arrival of the request: until it first ran, its first token, its end."""
+
+    queue_ms: float = 0.0
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+class ChoiceEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How one choice ended. ``num_tokens`` are its output tokens that count; ``text_tail`` the text not yet sent in ``tokens``."""
+
+    choice: int
+    finish_reason: str
+    num_tokens: int
+    text_tail: str = ""
+
+
+class Finished(Message, tag="finished"):
+    """The one terminal message of a request that did not fail. ``finish_reason`` of a choice: ``stop``, ``length`` or ``aborted``. No body."""
+
+    request_id: bytes
+    choices: tuple[ChoiceEnd, ...]
+    usage: Usage
+    timings: Timings
+    seed: int = 0
+
+
+class Failed(Message, tag="failed"):
+    """The one terminal message of a request (``request_id``) or operation (``op_id``) that failed; both empty where the message could not be
+    read that far."""
+
+    code: str
+    message: str
+    request_id: bytes = b""
+    op_id: bytes = b""
+    retryable: bool = False
+    retry_after_s: float = 0.0
+
+
+class Result(Message, tag="result"):
+    """The answer to an operation. Body: one msgpack map (and for ``tokenize`` the packed ids)."""
+
+    op_id: bytes
+
+
+class Pong(Message, tag="pong"):
+    nonce: int = 0
+    instance: bytes = b""
+    state: str = ""
+
+
+ServerMessage = HelloReply | Tokens | Finished | Failed | Result | Pong

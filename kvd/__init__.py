@@ -1,0 +1,1 @@
+"""kvd: an inference daemon whose KV cache survives restarts. The rooms are described in docs/architecture.md."""

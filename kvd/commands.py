@@ -1,0 +1,219 @@
+"""What crosses the inbox and the outbox: self-contained frozen messages between the edge and the engine.
+
+The edge (transport and text) may be a thread or a process of its own; each message here can be encoded by msgspec as it
+is. Ids are packed u32, text appears nowhere but in a pin's recipe, which the engine only carries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvd.types import SamplingParams, TokenLogprobs
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """A pin as data: enough to compute its prefix again on another model, dtype or machine.
+
+    Exactly one of ``messages``, ``text`` and neither (ids alone) is the source. ``token_ids`` (packed) is what the source gave
+    under ``tokenizer_digest``; with another tokenizer the source is rendered anew, and a pin of ids alone is kept but not computed.
+    """
+
+    name: str
+    token_ids: bytes
+    tokenizer_digest: bytes
+    messages: list[dict[str, Any]] | None = None
+    text: str | None = None
+    tenant_salt: bytes = b""
+    adapter: bytes = b""
+    priority: int = 50
+    created_unix_s: float = 0.0
+
+
+# ---------------------------------------------------------------------------------------------- edge to engine
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Begin a request. ``max_tokens`` counts output tokens per choice; the edge has resolved every default."""
+
+    request_id: bytes
+    token_ids: bytes
+    sampling: SamplingParams
+    max_tokens: int
+    num_choices: int = 1
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the choice with ``stop``; the token itself is emitted (the edge drops its text)."""
+    credit_tokens: int = 0
+    """Tokens, over all choices, that may be sent before the next ``Grant``."""
+    tenant_salt: bytes = b""
+    adapter: bytes = b""
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """End a request now; answered by ``RequestDone`` with reason ``aborted`` (nothing if it is unknown or over)."""
+
+    request_id: bytes
+
+
+class FinishChoice(msgspec.Struct, frozen=True, tag=True):
+    """The edge found a stop string: the choice is over, later tokens are not wanted."""
+
+    request_id: bytes
+    choice: int
+
+
+class Grant(msgspec.Struct, frozen=True, tag=True):
+    """More stream credit."""
+
+    request_id: bytes
+    num_tokens: int
+
+
+class PinPrefix(msgspec.Struct, frozen=True, tag=True):
+    """Compute, keep and persist a prefix. Answered by ``OpDone`` when the recipe is durable."""
+
+    op_id: bytes
+    recipe: Recipe
+
+
+class Unpin(msgspec.Struct, frozen=True, tag=True):
+    op_id: bytes
+    name: str
+
+
+class Query(msgspec.Struct, frozen=True, tag=True):
+    """``what`` is ``status``, ``stats`` or ``prefixes``. Answered by ``OpDone`` with that report."""
+
+    op_id: bytes
+    what: str
+
+
+class CheckpointNow(msgspec.Struct, frozen=True, tag=True):
+    """Persist every hot block and wait until it is durable."""
+
+    op_id: bytes
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Stop accepting, finish or abort by the deadline, checkpoint, mark clean, stop. ``op_id`` empty: from a signal."""
+
+    op_id: bytes
+    timeout_s: float
+
+
+class RecipeDurable(msgspec.Struct, frozen=True, tag=True):
+    """From storage: the recipe change of ``op_id`` is on disk (``error`` empty) or failed."""
+
+    op_id: bytes
+    error: str = ""
+
+
+class CheckpointDone(msgspec.Struct, frozen=True, tag=True):
+    """From storage: the checkpoint asked for as ``op_id`` is durable (``error`` empty) or failed."""
+
+    op_id: bytes
+    num_blocks: int = 0
+    num_bytes: int = 0
+    error: str = ""
+
+
+Command = Submit | Abort | FinishChoice | Grant | PinPrefix | Unpin | Query | CheckpointNow | Drain | RecipeDurable | CheckpointDone
+
+# ---------------------------------------------------------------------------------------------- engine to edge
+
+
+class RequestUsage(msgspec.Struct, frozen=True, gc=False):
+    """Prompt tokens by where their KV came from, and times in milliseconds of the engine's clock.
+
+    ``cached_tokens`` were matched in the prefix tree. Of these, ``restored_tokens`` had their bytes read from disk since this start
+    and are used for the first time, and ``recomputed_tokens`` were computed again at this start, from a recipe or a logged prefix,
+    and are used for the first time.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    restored_tokens: int = 0
+    recomputed_tokens: int = 0
+    queue_ms: float = 0.0
+    num_preemptions: int = 0
+
+
+class TokensOut(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Sampled tokens of one choice; ``first_index`` counts from 0 in the choice's output."""
+
+    request_id: bytes
+    choice: int
+    first_index: int
+    token_ids: bytes
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+class ChoiceDone(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """``reason`` is a ``FinishReason``. Comes after the choice's last ``TokensOut``."""
+
+    request_id: bytes
+    choice: int
+    reason: str
+
+
+class RequestDone(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Every choice is done; the engine's last word on the request."""
+
+    request_id: bytes
+    usage: RequestUsage
+
+
+class RequestFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine's last word on a request that failed or was refused; ``code`` is an ``ErrorCode``."""
+
+    request_id: bytes
+    code: str
+    message: str
+    retry_after_s: float = 0.0
+
+
+class OpDone(msgspec.Struct, frozen=True, tag=True):
+    """``result`` is JSON-like data, the body of the reply."""
+
+    op_id: bytes
+    result: dict[str, Any]
+
+
+class OpFailed(msgspec.Struct, frozen=True, tag=True):
+    op_id: bytes
+    code: str
+    message: str
+    retry_after_s: float = 0.0
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag=True):
+    """The daemon's state as the edge may tell it while the engine does not answer (start, rehydration, drain).
+
+    ``status`` is the report of ``kvd status``; ``stats`` that of ``kvd stats``. ``ready_in_s`` estimates the rest of the start.
+    """
+
+    state: str
+    status: dict[str, Any]
+    stats: dict[str, Any]
+    ready_in_s: float = 0.0
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Facts about the engine that the edge needs, once they are known: sent before the first READY snapshot."""
+
+    instance: bytes
+    model: str
+    fingerprint: bytes
+    vocab_size: int
+    max_model_len: int
+    block_size_tokens: int
+    max_choices: int
+
+
+class Stopped(msgspec.Struct, frozen=True, tag=True):
+    """The engine has ended; the edge flushes what it holds and ends too."""
+
+
+Event = TokensOut | ChoiceDone | RequestDone | RequestFailed | OpDone | OpFailed | Snapshot | Hello | Stopped

@@ -1,0 +1,135 @@
+"""One frozen dataclass per room, validated once. A room receives only its own.
+
+``docs/operations.md`` names every key; the loader (flag > ``KVD_*`` environment > TOML file > default) is ``kvd.cli.settings``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+
+class ConfigError(Exception):
+    """A wrong key or value; the message names the key, where it came from and what is allowed. Exit code 78 (EX_CONFIG)."""
+
+
+T = TypeVar("T")
+
+
+def key(default: T, doc: str) -> T:
+    """A configuration field with its documentation, as ``--print-config`` and docs/operations.md show it."""
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is run."""
+
+    model: str = key("", "Name of a pulled model, a GGUF file or a Hugging Face directory; empty: the default model, smollm2")
+    executor: str = key("torch", "`torch`, or `fake`: a content-sensitive stand-in that needs no model")
+    device: str = key("auto", "`auto` (cuda where there is one, else cpu), `cpu`, `cuda`, `cuda:N`")
+    dtype: str = key(
+        "auto",
+        "`auto` (the weights' own on cuda; on cpu bfloat16 where the processor has bf16 instructions, else float32), `float32`, `bfloat16`, `float16` (cuda only)",
+    )
+    max_model_len: int = key(0, "Positions of a sequence, prompt and output; 0: the model's own, at most 8192")
+    threads: int = key(0, "Compute threads of the CPU executor; 0: the physical cores that this process may use")
+    fake_step_ms: float = key(0.0, "Executor `fake`: milliseconds that a step takes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV pool and the prefix tree."""
+
+    kv_memory: int = key(
+        0, "Bytes of the KV pool (suffixes KiB, MiB, GiB); 0: on cpu half of the free memory, at most 4 GiB; on cuda 0.9 of the free memory"
+    )
+    block_size_tokens: int = key(16, "Positions in a block")
+    free_watermark: float = key(0.05, "Fraction of the pool that background eviction keeps free")
+    max_pinned_fraction: float = key(0.5, "Fraction of the pool that pins may hold; `pin_capacity` beyond")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How many tokens of which request run in a step."""
+
+    max_running: int = key(64, "Sequences (choices) that run at once")
+    max_waiting: int = key(1024, "Requests that wait; `overloaded` (retryable) beyond")
+    max_tokens_per_step: int = key(512, "Token budget of a step, prompt chunks and decoded tokens together")
+    max_choices: int = key(16, "Largest `n` of a request")
+    stall_timeout_s: float = key(30.0, "A request without stream credit for so long fails with `client_too_slow`")
+    max_stalled: int = key(256, "Requests without stream credit at once; the oldest fails with `client_too_slow` beyond")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The loop."""
+
+    max_steps_in_flight: int = key(1, "Steps submitted and not yet collected")
+    inbox_capacity: int = key(4096, "Commands that wait for the engine; `overloaded` beyond")
+    drain_timeout_s: float = key(30.0, "On SIGTERM or `kvd drain`, running requests are aborted after so long")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportConfig:
+    """Sockets, limits, clients."""
+
+    listen: tuple[str, ...] = key((), "Endpoints, ipc:// or tcp://; none: kvd.sock in the runtime directory")
+    frontend: str = key("thread", "Where transport and text run: `thread` or `process`")
+    max_message_bytes: int = key(8 << 20, "Largest frame of a client's message")
+    max_frames: int = key(8, "Frames of a client's message")
+    max_clients: int = key(1000, "Clients with a conversation at once; the longest silent one is forgotten beyond")
+    max_requests_per_client: int = key(1024, "Unfinished requests of one client; `overloaded` beyond")
+    default_credit: int = key(1024, "Unread tokens of a stream that did not state its own credit")
+    max_stop_strings: int = key(16, "Stop strings of a request")
+    client_timeout_s: float = key(30.0, "Silence after which a client counts as gone and its requests are aborted")
+    dedupe_capacity: int = key(65536, "Request ids remembered against re-delivery")
+    text_threads: int = key(1, "Threads that render templates and tokenise")
+    curve_key_file: str = key("", "CURVE secret key of the daemon; with it tcp endpoints demand CURVE")
+    curve_clients_file: str = key("", "Allowed client public keys, one Z85 key a line; required with curve_key_file")
+    allow_plain_tcp: bool = key(False, "Accept a tcp endpoint that is not loopback without CURVE")
+    template_date: str = key("", "Date that chat templates see, YYYY-MM-DD; empty: the day of the start")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageConfig:
+    """What is kept on disk, where and how fast."""
+
+    state_dir: Path = key(Path(), "State directory; empty: $STATE_DIRECTORY, else kvd under the user's state directory")
+    persist: bool = key(True, "Keep the prefix tree and hot blocks on disk")
+    store_max_bytes: int = key(8 << 30, "Bytes of the state directory")
+    checkpoint_interval_s: float = key(5.0, "Time between checkpoints while there is something hot to write")
+    checkpoint_bytes_per_step: int = key(8 << 20, "Block bytes copied out between two steps")
+    checkpoint_bytes_per_s: int = key(256 << 20, "Governor: block bytes written a second")
+    checkpoint_pause_queue_depth: int = key(8, "Governor: no copy-out while more requests than this wait; 0: never pause")
+    wal_sync_interval_ms: float = key(5.0, "Records of this many milliseconds share one fsync")
+    wal_segment_bytes: int = key(4 << 20, "Size of a preallocated WAL segment")
+    wal_max_bytes: int = key(64 << 20, "WAL size that forces a nodes-only checkpoint")
+    rehydrate_timeout_s: float = key(60.0, "READY comes after so long at the latest, with `pins_pending`")
+    rehydrate_max_fraction: float = key(0.8, "Fraction of the pool that rehydration fills")
+    recompute_budget_s: float = key(20.0, "Time for recomputing logged prefixes without bytes before READY (pins take rehydrate_timeout_s)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObserveConfig:
+    """Logs."""
+
+    log_level: str = key("info", "`debug`, `info`, `warning` or `error`")
+    log_format: str = key(
+        "auto", "`auto` (journald's protocol under systemd, console on a terminal, JSON elsewhere), `json`, `console`, `journald`"
+    )
+    log_prompts: bool = key(False, "Log prompts and outputs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonConfig:
+    """All of it; each room gets its part from daemon.py."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    transport: TransportConfig = field(default_factory=TransportConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)

@@ -1,0 +1,77 @@
+"""What the engine loop needs of the world. Implementers don't import this; the type checker proves the fit in daemon.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kvd.cache.events import CacheEvent
+from kvd.commands import Command, Event, Recipe
+from kvd.step import ExecutorOutput, SchedulerOutput
+
+
+class Inbox(Protocol):
+    """Commands for the engine, from the edge and from storage. Bounded; a full inbox blocks nobody: the edge answers ``overloaded``."""
+
+    def drain(self) -> list[Command]:
+        """Take everything that waits, oldest first; never blocks."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until something waits or the time is over; whether something waits."""
+
+
+class Outbox(Protocol):
+    def put(self, events: Sequence[Event]) -> None:
+        """Hand a step's events to the edge in order; never blocks (stream credit bounds what may be unread)."""
+
+
+class Ticket(Protocol):
+    """Work handed to the executor's queue."""
+
+    def done(self) -> bool: ...
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether the work is done; re-raises nothing (``collect`` does)."""
+
+
+class Executor(Protocol):
+    """Runs steps in the order of ``submit``, one queue with copy-out and copy-in (storage/ports.py BlockIO)."""
+
+    def submit(self, step: SchedulerOutput) -> Ticket: ...
+
+    def collect(self, ticket: Ticket) -> ExecutorOutput:
+        """Wait for a step's result. Whatever the step raised is raised here; then the executor is not used again."""
+
+
+class CacheObserver(Protocol):
+    """Storage, as the loop sees it. Called on the engine thread between submit and collect; must not block."""
+
+    def on_step(self, step: int, events: Sequence[CacheEvent]) -> None: ...
+
+    def checkpoint_now(self, op_id: bytes) -> None:
+        """Persist every hot block; ``CheckpointDone`` comes through the inbox."""
+
+    def status(self) -> dict[str, Any]:
+        """The ``store`` part of the status report."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of WAL and checkpoints for the stats report."""
+
+
+class RecipeBook(Protocol):
+    """The durable pins (storage/recipes.py). Completion comes through the inbox as ``RecipeDurable``."""
+
+    def recipes(self) -> dict[str, Recipe]:
+        """Every recipe, those waiting for their fsync included."""
+
+    def put(self, op_id: bytes, recipe: Recipe) -> None: ...
+
+    def remove(self, op_id: bytes, name: str) -> None: ...
+
+
+class Clock(Protocol):
+    def monotonic(self) -> float:
+        """Seconds, never going back."""
+
+    def unix(self) -> float:
+        """Seconds since the epoch."""

@@ -1,0 +1,1 @@
+"""Attention over the paged pool behind one backend protocol; the reference is SDPA over gathered pages."""

@@ -1,0 +1,1 @@
+"""Readers of weights: safetensors directories and GGUF files. Never computes."""

@@ -1,0 +1,1 @@
+"""Logging set-up and failpoints. Never changes what the daemon does."""

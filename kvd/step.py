@@ -1,0 +1,92 @@
+"""One engine step as data: what the scheduler asks of the executor, and what it gets back.
+
+No prefill and no decode phase: a row computes ``num_tokens`` further positions, whatever they are. A *row* is one
+sequence (one choice of one request) that the executor keeps state for, named by a small integer that the scheduler hands
+out and takes back with ``released``. The executor applies a step in this order: released, copies, started, continued, the
+forward pass, sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvd.types import BlockId, PackedTokens, SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StartedRow:
+    """A row that begins, or begins again after a preemption: everything the executor must know of it.
+
+    ``token_ids`` holds every known token (prompt and, after a preemption or a fork, the output so far); the first
+    ``num_computed`` of them already have KV in ``block_ids``. The step computes the next ``num_tokens`` positions. If these reach the
+    last known token, one token is sampled for each of ``num_choices`` choices, numbered from ``choice``; else the row is a
+    middle chunk and samples nothing.
+    """
+
+    row: int
+    token_ids: PackedTokens
+    num_prompt_tokens: int
+    num_computed: int
+    num_tokens: int
+    block_ids: tuple[BlockId, ...]
+    sampling: SamplingParams
+    choice: int = 0
+    num_choices: int = 1
+    banned_token_ids: tuple[int, ...] = ()
+    """Ids that may not be sampled while fewer than ``min_tokens`` tokens are out (end-of-sequence and stop ids)."""
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuedRows:
+    """The rows that go on, as columns of equal length.
+
+    ``block_ids[block_offsets[i]:block_offsets[i + 1]]`` are the blocks appended to the table of ``rows[i]`` since its last step.
+    A row whose known tokens are all computed continues with the token that it sampled last, which the executor knows.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    block_offsets: list[int] = field(default_factory=lambda: [0])
+    block_ids: list[BlockId] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy-on-write: copy all of block ``source`` to ``target`` in every KV group, before the forward pass.
+
+    ``row`` is the row whose table held ``source`` at ``index`` and holds ``target`` from now on.
+    """
+
+    source: BlockId
+    target: BlockId
+    index: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step. ``fills`` are the cache's handles of blocks that this step completes; the executor passes them by."""
+
+    step: int
+    started: tuple[StartedRow, ...]
+    continued: ContinuedRows
+    released: tuple[int, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    fills: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorOutput:
+    """What a step sampled, as columns: entry i is ``token_ids[i]`` of choice ``choices[i]`` in row ``rows[i]``.
+
+    A row may have several entries: one for each choice at its first sample. ``logprobs`` is None when no row asked, else has one
+    entry (or None) a sample. ``failed_rows`` had non-finite logits: they have no entries.
+    """
+
+    step: int
+    rows: list[int]
+    choices: list[int]
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    failed_rows: tuple[int, ...] = ()
