@@ -1,0 +1,63 @@
+# The commands of the project. Everything they need is installed into .venv; nothing outside the checkout is touched but the
+# model cache of the user (and what `make install` says).
+PYTHON ?= python3
+VENV := .venv
+PURE := .venv-pure
+BIN := $(VENV)/bin
+CONSTRAINTS := .ci/constraints.txt
+# OpenMP's threads spin while they wait: more of them than cores turn a test minute into ten.
+export OMP_WAIT_POLICY ?= PASSIVE
+PYTEST := $(BIN)/python -m pytest -q
+
+.PHONY: demo test setup model lint test-pure test-full bench install wheels clean
+
+demo: model
+	$(BIN)/kvd demo
+
+test: model test-pure
+	$(PYTEST) -m "not full"
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml clients/python/pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e clients/python --config-settings editable_mode=compat
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e . --group dev --config-settings editable_mode=compat
+	touch $@
+
+model: setup
+	$(BIN)/kvd pull smollm2
+
+lint: setup
+	$(BIN)/ruff check kvd clients tests
+	$(BIN)/ruff format --check kvd clients tests
+	$(BIN)/mypy
+	$(BIN)/mypy -p kvd_client
+	$(BIN)/lint-imports
+
+# The pure tier proves by its environment that the deciding rooms need no torch, no zmq and no lmdb.
+$(PURE)/.ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(PURE)
+	$(PURE)/bin/python -m pip install -q --upgrade "pip>=25.1"
+	$(PURE)/bin/python -m pip install -q -c $(CONSTRAINTS) --group pure
+	touch $@
+
+test-pure: $(PURE)/.ready
+	PYTHONPATH=.:clients/python $(PURE)/bin/python -m pytest -q -m "not torch and not store and not socket and not e2e and not model and not oracle and not systemd and not full"
+
+test-full: model test-pure
+	$(PYTEST) -m "full or not full" --timeout 1800
+
+bench: model
+	$(BIN)/python tests/bench/bench_daemon.py --out docs/benchmarks.md
+
+wheels: setup
+	$(BIN)/python -m build -q --wheel --outdir dist clients/python
+	$(BIN)/python -m build -q --wheel --outdir dist .
+
+install:
+	sh systemd/install.sh
+
+clean:
+	rm -rf $(VENV) $(PURE) dist build .pytest_cache .mypy_cache .ruff_cache
