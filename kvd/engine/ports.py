@@ -48,6 +48,9 @@ class CacheObserver(Protocol):
 
     def on_step(self, step: int, events: Sequence[CacheEvent]) -> None: ...
 
+    def idle_delay_s(self) -> float:
+        """Seconds after which an idle loop should call ``on_step`` again."""
+
     def checkpoint_now(self, op_id: bytes) -> None:
         """Persist every hot block; ``CheckpointDone`` comes through the inbox."""
 

@@ -1,0 +1,310 @@
+"""The engine loop. It owns time and order: drain the inbox, schedule, submit, and between submit and collect emit, observe, evict.
+
+    drain ─ schedule ─ submit ─┬─ emit the last step's events
+                               ├─ observer.on_step(step, cache.take_events())
+                               └─ background eviction
+            collect ─ update ──┘
+
+Up to ``max_steps_in_flight`` steps are submitted before the oldest is collected. The loop runs on the thread that called ``run``, from
+the end of the store's rehydration to the end of the process; until the pins that rehydration did not bring back are computed (or the time for it
+is over) its state is ``rehydrating``, and clients are answered ``starting``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import structlog
+
+from kvd.cache.events import BlockOrigin
+from kvd.cache.manager import CacheManager
+from kvd.commands import (
+    Abort,
+    CheckpointDone,
+    CheckpointNow,
+    Command,
+    Drain,
+    Event,
+    FinishChoice,
+    Grant,
+    OpDone,
+    OpFailed,
+    PinPrefix,
+    Query,
+    Recipe,
+    RecipeDurable,
+    RequestDone,
+    RequestFailed,
+    Snapshot,
+    Submit,
+    Unpin,
+)
+from kvd.engine.pins import Pins
+from kvd.engine.ports import CacheObserver, Clock, Executor, Inbox, Outbox, Ticket
+from kvd.engine.reports import Reports
+from kvd.scheduler.scheduler import Scheduler
+from kvd.step import SchedulerOutput
+from kvd.types import ErrorCode
+
+_IDLE_WAIT_S = 0.25
+_EVICT_BLOCKS_PER_STEP = 64
+_SNAPSHOT_INTERVAL_S = 0.5
+_SAMPLE_INTERVAL_S = 1.0
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    REHYDRATING = "rehydrating"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class LoopEnd(StrEnum):
+    """Why ``run`` returned."""
+
+    DRAINED = "drained"
+    ENGINE_ERROR = "engine_error"
+
+
+@dataclass(slots=True, kw_only=True)
+class StartWork:
+    """What is left of the start when the loop begins: pins to hold, prefixes to compute again, and how long READY may wait."""
+
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    recompute: Sequence[Submit] = ()
+    """Logged prefixes whose bytes are gone, the most valuable first."""
+    pins_deadline_s: float = 0.0
+    """Monotonic time at which READY comes even with pins pending."""
+    recompute_deadline_s: float = 0.0
+
+
+class EngineLoop:
+    """Single use: construct, ``run``, done. ``request_drain`` may be called from a signal handler; all else belongs to the loop's thread."""
+
+    def __init__(
+        self,
+        *,
+        inbox: Inbox,
+        outbox: Outbox,
+        scheduler: Scheduler,
+        cache: CacheManager,
+        executor: Executor,
+        observer: CacheObserver,
+        pins: Pins,
+        reports: Reports,
+        clock: Clock,
+        max_steps_in_flight: int,
+        drain_timeout_s: float,
+        on_progress: Callable[[State], None],
+        on_state: Callable[[State], None],
+    ) -> None:
+        self._inbox = inbox
+        self._outbox = outbox
+        self._scheduler = scheduler
+        self._cache = cache
+        self._executor = executor
+        self._observer = observer
+        self._pins = pins
+        self._reports = reports
+        self._clock = clock
+        self._max_steps_in_flight = max_steps_in_flight
+        self._drain_timeout_s = drain_timeout_s
+        self._on_progress = on_progress
+        self._on_state = on_state
+        self._state = State.REHYDRATING
+        self._in_flight: deque[tuple[SchedulerOutput, Ticket]] = deque()
+        self._unsent: list[Event] = []
+        self._step = 0
+        self._work = StartWork()
+        self._recomputing: set[bytes] = set()
+        self._drain_requested = False
+        self._drain_deadline_s = 0.0
+        self._next_snapshot_s = 0.0
+        self._next_sample_s = 0.0
+        self._log = structlog.get_logger("engine")
+
+    def request_drain(self) -> None:
+        """Ask for a drain; safe in a signal handler (it only sets a flag, which an idle loop sees within a quarter of a second)."""
+        self._drain_requested = True
+
+    def run(self, work: StartWork) -> LoopEnd:
+        """Serve until drained or until the executor fails. Every request has had its terminal event when this returns."""
+        self._begin(work)
+        while True:
+            for command in self._inbox.drain():
+                self._handle(command)
+            self._keep_time()
+            step = self._scheduler.schedule() if len(self._in_flight) < self._max_steps_in_flight else None
+            if step is not None:
+                self._step = step.step
+                self._in_flight.append((step, self._executor.submit(step)))
+            self._between_steps()
+            if self._in_flight and (step is None or len(self._in_flight) >= self._max_steps_in_flight):
+                if not self._collect():
+                    return LoopEnd.ENGINE_ERROR
+            elif step is None:
+                if self._state is State.DRAINING and not self._scheduler.has_work() and not self._unsent:
+                    return LoopEnd.DRAINED
+                self._inbox.wait(min(_IDLE_WAIT_S, self._observer.idle_delay_s()))
+
+    # -------------------------------------------------------------------------------- one round
+
+    def _between_steps(self) -> None:
+        """What happens while the executor works: the last step's tokens leave, storage looks and copies, eviction catches up."""
+        self._flush()
+        self._observer.on_step(self._step, self._cache.take_events())
+        self._cache.evict_to_watermark(_EVICT_BLOCKS_PER_STEP)
+        self._on_progress(self._state)
+
+    def _collect(self) -> bool:
+        step, ticket = self._in_flight.popleft()
+        try:
+            output = self._executor.collect(ticket)
+        except Exception as error:  # whatever the executor raised: its state is unknown from here on
+            self._fail_everything(step, error)
+            return False
+        self._take(self._scheduler.update(step, output))
+        return True
+
+    def _fail_everything(self, step: SchedulerOutput, error: Exception) -> None:
+        self._log.error("engine_error", step=step.step, error=repr(error), exc_info=error)
+        message = f"the executor failed: {type(error).__name__}; the daemon restarts"
+        for failed in (step, *(each for each, _ in self._in_flight)):
+            self._take(self._scheduler.fail_step(failed, message))
+        self._in_flight.clear()
+        self._take(self._scheduler.fail_all(ErrorCode.DRAINING, "the daemon restarts after an executor failure"))
+        self._observer.on_step(self._step, self._cache.take_events())
+        self._flush()
+
+    def _take(self, events: Sequence[Event]) -> None:
+        """Keep the scheduler's events for the next flush; those of internal requests end here."""
+        for event in events:
+            request_id = getattr(event, "request_id", b"")
+            if self._pins.owns(request_id):
+                if isinstance(event, RequestDone | RequestFailed):
+                    self._unsent += self._pins.on_request_event(event)
+            elif request_id in self._recomputing:
+                if isinstance(event, RequestDone | RequestFailed):
+                    self._recomputing.discard(request_id)
+            else:
+                self._unsent.append(event)
+
+    def _flush(self) -> None:
+        if self._unsent:
+            self._outbox.put(self._unsent)
+            self._unsent = []
+
+    # -------------------------------------------------------------------------------- commands
+
+    def _handle(self, command: Command) -> None:
+        match command:
+            case Submit():
+                self._take(self._submit(command))
+            case Grant():
+                self._take(self._scheduler.grant(command.request_id, command.num_tokens))
+            case FinishChoice():
+                self._take(self._scheduler.finish_choice(command.request_id, command.choice))
+            case Abort():
+                self._take(self._scheduler.abort(command.request_id))
+            case Query():
+                self._unsent.append(self._answer(command))
+            case PinPrefix() | Unpin() if self._state is not State.READY:
+                self._unsent.append(OpFailed(command.op_id, *self._not_ready()))
+            case PinPrefix():
+                self._take(self._pins.pin(command))
+            case Unpin():
+                self._unsent += self._pins.unpin(command)
+            case CheckpointNow():
+                self._observer.checkpoint_now(command.op_id)
+            case RecipeDurable():
+                self._unsent += self._pins.on_recipe_durable(command)
+            case CheckpointDone():
+                self._checkpoint_done(command)
+            case Drain():
+                self._drain(command.timeout_s)
+                if command.op_id:
+                    self._unsent.append(OpDone(command.op_id, {"state": State.DRAINING.value}))
+
+    def _submit(self, command: Submit) -> Sequence[Event]:
+        if self._state is not State.READY:
+            code, message, retry_after_s = self._not_ready()
+            return [RequestFailed(command.request_id, code, message, retry_after_s)]
+        return self._scheduler.submit(command)
+
+    def _not_ready(self) -> tuple[str, str, float]:
+        if self._state is State.DRAINING:
+            return ErrorCode.DRAINING, "the daemon is shutting down", 1.0
+        return ErrorCode.STARTING, "the daemon is starting", 0.5
+
+    def _answer(self, query: Query) -> Event:
+        if query.what == "status":
+            return OpDone(query.op_id, self._reports.status(self._state))
+        if query.what == "stats":
+            return OpDone(query.op_id, self._reports.stats())
+        if query.what == "prefixes":
+            return OpDone(query.op_id, self._reports.prefixes())
+        return OpFailed(query.op_id, ErrorCode.BAD_REQUEST, f"no report is named {query.what!r}")
+
+    def _checkpoint_done(self, command: CheckpointDone) -> None:
+        pin_events = self._pins.on_checkpoint_done(command)
+        if pin_events is not None:
+            self._unsent += pin_events
+        elif command.error:
+            self._unsent.append(OpFailed(command.op_id, ErrorCode.STORAGE_ERROR, command.error))
+        else:
+            self._unsent.append(OpDone(command.op_id, {"blocks": command.num_blocks, "bytes": command.num_bytes}))
+
+    # -------------------------------------------------------------------------------- time and state
+
+    def _begin(self, work: StartWork) -> None:
+        self._work = work
+        self._take(self._pins.restore(work.recipes))
+        for command in work.recompute:
+            self._recomputing.add(command.request_id)
+            self._take(self._scheduler.submit(command, internal=True, background=True, origin=BlockOrigin.RECOMPUTED))
+        self._snapshot()
+
+    def _keep_time(self) -> None:
+        now = self._clock.monotonic()
+        self._take(self._scheduler.expire())
+        if self._drain_requested:
+            self._drain_requested = False
+            self._drain(self._drain_timeout_s)
+        if self._state is State.REHYDRATING:
+            self._rehydrate(now)
+        if self._state is State.DRAINING and now >= self._drain_deadline_s:
+            self._take(self._scheduler.abort_all())
+        if now >= self._next_sample_s:
+            self._next_sample_s = now + _SAMPLE_INTERVAL_S
+            self._reports.sample()
+
+    def _rehydrate(self, now: float) -> None:
+        if self._recomputing and now >= self._work.recompute_deadline_s:
+            for request_id in tuple(self._recomputing):
+                self._take(self._scheduler.abort(request_id))
+        pins_left = self._pins.num_pending if now < self._work.pins_deadline_s else 0
+        if not pins_left and not self._recomputing:
+            self._enter(State.READY)
+        elif now >= self._next_snapshot_s:
+            self._snapshot()
+
+    def _drain(self, timeout_s: float) -> None:
+        if self._state is State.DRAINING:
+            return
+        self._drain_deadline_s = self._clock.monotonic() + timeout_s
+        self._enter(State.DRAINING)
+
+    def _enter(self, state: State) -> None:
+        self._state = state
+        self._snapshot()
+        self._flush()
+        self._on_state(state)
+
+    def _snapshot(self) -> None:
+        now = self._clock.monotonic()
+        self._next_snapshot_s = now + _SNAPSHOT_INTERVAL_S
+        ready_in_s = max(0.0, self._work.pins_deadline_s - now) if self._state is State.REHYDRATING else 0.0
+        self._unsent.append(Snapshot(self._state, self._reports.status(self._state), self._reports.stats(), min(ready_in_s, 2.0)))

@@ -1,0 +1,250 @@
+"""Pins on the engine's side: compute a recipe's prefix, hold it in the tree, make it durable, and only then acknowledge.
+
+A pin goes through these stages, each begun by the end of the one before:
+
+    computing   an internal request of the scheduler fills the blocks
+    holding     ``cache.pin`` (done while the blocks are still referenced, so that none can leave in between)
+    recorded    the recipe is written and fsynced (``RecipeDurable``)
+    persisted   a checkpoint holds the bytes (``CheckpointDone``); a failing store degrades the acknowledgement to ``recipe``
+
+At start the stages up to *holding* are run for every recipe on disk; what rehydration restored is held without computing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvd.cache.events import BlockOrigin
+from kvd.cache.hashing import Namespace
+from kvd.cache.manager import CacheManager, PinCapacityError, PinNotReadyError
+from kvd.commands import (
+    CheckpointDone,
+    Event,
+    OpDone,
+    OpFailed,
+    PinPrefix,
+    Recipe,
+    RecipeDurable,
+    RequestDone,
+    RequestFailed,
+    Submit,
+    Unpin,
+)
+from kvd.engine.ports import CacheObserver, RecipeBook
+from kvd.scheduler.scheduler import Scheduler
+from kvd.types import TOKEN_BYTES, ErrorCode, SamplingParams
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A pin on its way: ``op_id`` is empty for one that the start restores."""
+
+    op_id: bytes
+    recipe: Recipe
+    num_blocks: int
+
+
+class Pins:
+    """All pins of the daemon. Used by the engine thread alone; every method that may end an operation returns its events."""
+
+    def __init__(
+        self,
+        *,
+        cache: CacheManager,
+        scheduler: Scheduler,
+        recipes: RecipeBook,
+        observer: CacheObserver,
+        namespace_of: Callable[[bytes, bytes], Namespace],
+    ) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+        self._recipes = recipes
+        self._observer = observer
+        self._namespace_of = namespace_of
+        self._block_bytes = cache.block_size_tokens * TOKEN_BYTES
+        self._computing: dict[bytes, _Pending] = {}
+        self._recording: dict[bytes, _Pending] = {}
+        self._persisting: dict[bytes, _Pending] = {}
+        self._unpinning: dict[bytes, str] = {}
+        self._failed_at_start: dict[str, str] = {}
+
+    # -------------------------------------------------------------------------------- operations
+
+    def pin(self, command: PinPrefix) -> list[Event]:
+        """Begin a pin; ``OpDone`` or ``OpFailed`` follows when its fate is known."""
+        recipe = command.recipe
+        num_blocks = len(recipe.token_ids) // self._block_bytes
+        known = self._recipes.recipes().get(recipe.name)
+        if known is not None and known.token_ids != recipe.token_ids:
+            return [OpFailed(command.op_id, ErrorCode.BAD_REQUEST, f"a pin named {recipe.name!r} with another prefix exists; unpin it first")]
+        refusal = self._refuse(recipe, num_blocks)
+        if refusal is not None:
+            return [OpFailed(command.op_id, *refusal)]
+        return self._compute(_Pending(command.op_id, recipe, num_blocks), BlockOrigin.COMPUTED, background=False)
+
+    def unpin(self, command: Unpin) -> list[Event]:
+        """Forget a pin, durably; its blocks stay cached and may be evicted from now on."""
+        if command.name not in self._recipes.recipes():
+            return [OpFailed(command.op_id, ErrorCode.NOT_FOUND, f"no pin is named {command.name!r}")]
+        if command.name in self._cache.pins():
+            self._cache.unpin(command.name)
+        self._failed_at_start.pop(command.name, None)
+        self._unpinning[command.op_id] = command.name
+        self._recipes.remove(command.op_id, command.name)
+        return []
+
+    def restore(self, recipes: dict[str, Recipe]) -> list[Event]:
+        """Hold every recipe's prefix again at start; computes what rehydration did not bring back. Highest priority first."""
+        events: list[Event] = []
+        for recipe in sorted(recipes.values(), key=lambda each: (-each.priority, each.created_unix_s)):
+            num_blocks = len(recipe.token_ids) // self._block_bytes
+            refusal = self._refuse(recipe, num_blocks)
+            if refusal is not None:
+                self._failed_at_start[recipe.name] = refusal[1]
+                continue
+            pending = _Pending(b"", recipe, num_blocks)
+            try:
+                held = self._hold(pending)
+            except PinCapacityError as error:
+                self._failed_at_start[recipe.name] = str(error)
+                continue
+            if not held:
+                events += self._compute(pending, BlockOrigin.RECOMPUTED, background=True)
+        return events
+
+    # -------------------------------------------------------------------------------- what comes back
+
+    def owns(self, request_id: bytes) -> bool:
+        """Whether an event of the scheduler belongs to a pin's computation, not to a client."""
+        return request_id in self._computing
+
+    def on_request_event(self, event: RequestDone | RequestFailed) -> list[Event]:
+        """The end of an internal request that ``owns`` it."""
+        pending = self._computing.pop(event.request_id)
+        if isinstance(event, RequestFailed):
+            return self._fail(pending, event.code, event.message)
+        try:
+            held = self._hold(pending)
+        except PinCapacityError as error:
+            return self._fail(pending, ErrorCode.PIN_CAPACITY, str(error))
+        if not held:
+            return self._fail(pending, ErrorCode.KV_CAPACITY, "the prefix left the pool before it could be held; raise kv_memory")
+        if not pending.op_id:
+            return []
+        self._recording[pending.op_id] = pending
+        self._recipes.put(pending.op_id, pending.recipe)
+        return []
+
+    def on_recipe_durable(self, command: RecipeDurable) -> list[Event]:
+        name = self._unpinning.pop(command.op_id, None)
+        if name is not None:
+            if command.error:
+                return [OpFailed(command.op_id, ErrorCode.STORAGE_ERROR, f"the pin is released in memory but not on disk: {command.error}")]
+            return [OpDone(command.op_id, {"name": name})]
+        pending = self._recording.pop(command.op_id, None)
+        if pending is None:
+            return []
+        if command.error:
+            self._cache.unpin(pending.recipe.name)
+            return self._fail(pending, ErrorCode.STORAGE_ERROR, f"the recipe could not be written: {command.error}")
+        self._persisting[pending.op_id] = pending
+        self._observer.checkpoint_now(pending.op_id)
+        return []
+
+    def on_checkpoint_done(self, command: CheckpointDone) -> list[Event] | None:
+        """The acknowledgement, or None if the checkpoint was not a pin's."""
+        pending = self._persisting.pop(command.op_id, None)
+        if pending is None:
+            return None
+        return [
+            OpDone(
+                pending.op_id,
+                {
+                    "name": pending.recipe.name,
+                    "tokens": pending.num_blocks * self._cache.block_size_tokens,
+                    "blocks": pending.num_blocks,
+                    "durable": "recipe" if command.error else "recipe+bytes",
+                },
+            )
+        ]
+
+    # -------------------------------------------------------------------------------- reports
+
+    @property
+    def num_pending(self) -> int:
+        """Recipes whose prefix is not held yet."""
+        return len(self._computing)
+
+    def report(self) -> list[dict[str, Any]]:
+        """One entry a recipe, for ``kvd prefixes``."""
+        held = self._cache.pins()
+        computing = {pending.recipe.name for pending in self._computing.values()}
+        entries = []
+        for recipe in self._recipes.recipes().values():
+            state = "held" if recipe.name in held else "computing" if recipe.name in computing else "failed"
+            num_blocks = len(recipe.token_ids) // self._block_bytes
+            entries.append(
+                {
+                    "name": recipe.name,
+                    "tokens": num_blocks * self._cache.block_size_tokens,
+                    "priority": recipe.priority,
+                    "state": state,
+                    "reason": self._failed_at_start.get(recipe.name, ""),
+                    "created_unix_s": recipe.created_unix_s,
+                    **(self._cache.pin_info(recipe.name) if state == "held" else {}),
+                }
+            )
+        return entries
+
+    # -------------------------------------------------------------------------------- within
+
+    def _refuse(self, recipe: Recipe, num_blocks: int) -> tuple[str, str] | None:
+        size = self._cache.block_size_tokens
+        if num_blocks == 0:
+            num_tokens = len(recipe.token_ids) // TOKEN_BYTES
+            return (ErrorCode.PIN_TOO_SHORT, f"a pin needs at least one full block of {size} tokens, this prefix has {num_tokens}")
+        limit = self._cache.max_pinned_blocks
+        if num_blocks > limit:
+            return (
+                ErrorCode.PIN_CAPACITY,
+                f"the prefix needs {num_blocks} blocks, pins may hold {limit} (max_pinned_fraction of {self._cache.num_blocks}); raise kv_memory or the fraction",
+            )
+        return None
+
+    def _hold(self, pending: _Pending) -> bool:
+        """Pin the blocks if all of them are there and ready.
+
+        Raises:
+            PinCapacityError: the pins before it leave too little.
+        """
+        recipe = pending.recipe
+        try:
+            self._cache.pin(recipe.name, recipe.token_ids, self._namespace_of(recipe.tenant_salt, recipe.adapter))
+        except PinNotReadyError:
+            return False
+        return True
+
+    def _compute(self, pending: _Pending, origin: BlockOrigin, *, background: bool) -> list[Event]:
+        request_id = os.urandom(16)
+        self._computing[request_id] = pending
+        recipe = pending.recipe
+        # One token past the last full block: a match never covers a whole prompt, and so the last block is computed and held like the rest.
+        command = Submit(
+            request_id=request_id,
+            token_ids=recipe.token_ids[: pending.num_blocks * self._block_bytes],
+            sampling=SamplingParams(temperature=0.0),
+            max_tokens=1,
+            credit_tokens=1,
+            tenant_salt=recipe.tenant_salt,
+            adapter=recipe.adapter,
+        )
+        return self._scheduler.submit(command, internal=True, background=background, origin=origin)
+
+    def _fail(self, pending: _Pending, code: str, message: str) -> list[Event]:
+        if pending.op_id:
+            return [OpFailed(pending.op_id, code, message)]
+        self._failed_at_start[pending.recipe.name] = message
+        return []
