@@ -1,0 +1,36 @@
+"""Fixtures that every tier may use. Must not import torch, zmq or lmdb: the pure tier runs where they are not installed."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+_TIER = re.compile(r"^pytestmark\s*=.*?(?=^\S)", re.MULTILINE | re.DOTALL)
+_IMPURE = re.compile(r"pytest\.mark\.(torch|store|socket|e2e|model|oracle|systemd|full)\b")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """In the pure environment (KVD_TEST_PURE=1) leave out, before import, every module that marks itself as needing more."""
+    if os.environ.get("KVD_TEST_PURE") != "1" or collection_path.suffix != ".py":
+        return None
+    marks = _TIER.search(collection_path.read_text(encoding="utf-8"))
+    return True if marks and _IMPURE.search(marks.group()) else None
+
+
+def smollm2_path() -> Path:
+    """The default model's GGUF: $KVD_TEST_MODEL, else where ``kvd pull smollm2`` puts it."""
+    override = os.environ.get("KVD_TEST_MODEL")
+    if override:
+        return Path(override)
+    from kvd.cli.model_store import resolve_model
+
+    return Path(resolve_model(""))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Path of the SmolLM2 weights; the test fails with the command to run where they are missing (``make model`` fetches them)."""
+    return smollm2_path()
