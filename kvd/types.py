@@ -54,6 +54,14 @@ def unpack_tokens(packed: bytes | bytearray | memoryview) -> array[int]:
     return token_ids
 
 
+class KvGroup(msgspec.Struct, frozen=True):
+    """One KV group: its name (``target``, ``draft``), the bytes of a block's row, and what its bytes depend on."""
+
+    name: str
+    row_bytes: int
+    fingerprint: bytes
+
+
 class FinishReason(StrEnum):
     """Why a choice ended."""
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from kvd.commands import CheckpointDone, RecipeDurable
-from kvd.types import BlockHash, BlockId
+from kvd.types import BlockHash, BlockId, KvGroup
 
 
-@dataclass(frozen=True, slots=True)
-class KvGroup:
-    """One KV group: its name (``target``, ``draft``), the bytes of a block's row, and what its bytes depend on."""
-
-    name: str
-    row_bytes: int
-    fingerprint: bytes
+__all__ = ["BlockIO", "KvGroup", "Leases", "StorageInbox", "Ticket"]
 
 
 class Ticket(Protocol):
+    """A copy in the executor's queue."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the finished copy raised; with an error the bytes were not (all) copied and must not be used."""
+
     def done(self) -> bool: ...
 
     def wait(self, timeout_s: float | None = None) -> bool: ...
