@@ -119,6 +119,7 @@ class ObserveConfig:
     log_format: str = key(
         "auto", "`auto` (journald's protocol under systemd, console on a terminal, JSON elsewhere), `json`, `console`, `journald`"
     )
+    log_steps: bool = key(False, "Log a line for each engine step: rows, tokens, blocks used, shared, cached, free")
     log_prompts: bool = key(False, "Log prompts and outputs")
 
 

@@ -98,6 +98,7 @@ class EngineLoop:
         clock: Clock,
         max_steps_in_flight: int,
         drain_timeout_s: float,
+        log_steps: bool,
         on_progress: Callable[[State], None],
         on_state: Callable[[State], None],
     ) -> None:
@@ -112,6 +113,7 @@ class EngineLoop:
         self._clock = clock
         self._max_steps_in_flight = max_steps_in_flight
         self._drain_timeout_s = drain_timeout_s
+        self._log_steps = log_steps
         self._on_progress = on_progress
         self._on_state = on_state
         self._state = State.REHYDRATING
@@ -167,7 +169,22 @@ class EngineLoop:
             self._fail_everything(step, error)
             return False
         self._take(self._scheduler.update(step, output))
+        if self._log_steps:
+            self._log_step(step)
         return True
+
+    def _log_step(self, step: SchedulerOutput) -> None:
+        cache = self._cache
+        self._log.info(
+            "step",
+            step=step.step,
+            running=len(step.started) + len(step.continued.rows),
+            tokens=sum(row.num_tokens for row in step.started) + sum(step.continued.num_tokens),
+            blocks_used=cache.num_used,
+            blocks_shared=cache.num_shared,
+            blocks_cached=cache.num_cached,
+            blocks_free=cache.num_free,
+        )
 
     def _fail_everything(self, step: SchedulerOutput, error: Exception) -> None:
         self._log.error("engine_error", step=step.step, error=repr(error), exc_info=error)

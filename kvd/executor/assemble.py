@@ -1,0 +1,127 @@
+"""From configuration to a runnable executor: device, dtype and pool size are decided here, weights are loaded here.
+
+The pool exists before the weights are read, so that storage can rehydrate into it while they load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvd.config import CacheConfig, ConfigError, ModelConfig, SchedulerConfig
+from kvd.executor.kv_pool import KvPool, row_bytes
+from kvd.executor.models.fingerprint import fingerprint
+from kvd.executor.models.spec import ModelSpec, inspect_model
+from kvd.executor.models.weights import load_decoder
+from kvd.executor.runner import TorchRunner
+
+DEFAULT_MAX_MODEL_LEN = 8192
+_AUTO_POOL_MAX_BYTES = 4 << 30
+_GPU_POOL_FRACTION = 0.9
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of ``ModelConfig.device``.
+
+    Raises:
+        ConfigError: cuda was asked for and there is none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device = {name!r}: torch {torch.__version__} finds no CUDA device here; use cpu or auto")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device, weights_dtype: str) -> torch.dtype:
+    """The dtype of weights and KV; ``auto`` as documented in ``ModelConfig.dtype``.
+
+    Raises:
+        ConfigError: float16 on a CPU.
+    """
+    if name == "auto":
+        if device.type == "cuda":
+            return {"float16": torch.float16, "float32": torch.float32}.get(weights_dtype, torch.bfloat16)
+        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32  # noqa: SLF001
+    if name == "float16" and device.type == "cpu":
+        raise ConfigError("dtype = 'float16': only on cuda; on cpu use float32 or bfloat16")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def pool_bytes(configured: int, device: torch.device) -> int:
+    """Bytes of the KV pool; 0 means automatic, from the memory that is free now."""
+    if configured:
+        return configured
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * _GPU_POOL_FRACTION)
+    available_kib = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    return min(_AUTO_POOL_MAX_BYTES, available_kib * 1024 // 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedModel:
+    """A model whose weights are not loaded yet, and its pool, ready to be filled."""
+
+    path: Path
+    spec: ModelSpec
+    pool: KvPool
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_rows: int
+    fingerprint: bytes
+
+    def load(self, progress: Callable[[int, int], None]) -> TorchRunner:
+        """Read the weights and build the runner. ``progress(done_bytes, total_bytes)`` is called as they come."""
+        decoder = load_decoder(self.path, self.spec, dtype=self.dtype, device=self.device, progress=progress)
+        return TorchRunner(decoder, self.spec, self.pool, max_rows=self.max_rows, max_model_len=self.max_model_len)
+
+
+def open_model(
+    path: Path, model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, *, threads: int, digest_cache: Path
+) -> OpenedModel:
+    """Inspect a model, decide device, dtype and pool, and allocate the pool (pages touched, so that no first request pays for them).
+
+    Raises:
+        ConfigError: the pool is too small for one sequence, or the settings don't fit the machine.
+        UnsupportedModelError, WeightsError: see executor/models.
+    """
+    torch.set_num_threads(threads)
+    spec = inspect_model(path)
+    device = resolve_device(model.device)
+    dtype = resolve_dtype(model.dtype, device, spec.weights_dtype)
+    limit = spec.max_position_embeddings
+    if model.max_model_len > limit:
+        raise ConfigError(f"max_model_len = {model.max_model_len}: the model's own limit is {limit}")
+    max_model_len = model.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
+    block_bytes = row_bytes(spec, dtype, cache.block_size_tokens)
+    num_blocks = pool_bytes(cache.kv_memory, device) // block_bytes
+    if num_blocks < 2:
+        raise ConfigError(f"kv_memory: {cache.kv_memory} bytes hold {num_blocks} blocks of {block_bytes} bytes; give at least {2 * block_bytes}")
+    pool = KvPool(spec, num_blocks, cache.block_size_tokens, dtype, device)
+    digest = fingerprint(
+        path,
+        spec,
+        dtype=dtype,
+        block_size_tokens=cache.block_size_tokens,
+        layout=pool.layout,
+        kernel_family="torch",
+        max_model_len=max_model_len,
+        cache_file=digest_cache,
+    )
+    return OpenedModel(
+        path=path,
+        spec=spec,
+        pool=pool,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_rows=scheduler.max_running,
+        fingerprint=digest,
+    )
