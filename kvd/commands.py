@@ -25,6 +25,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_digest: bytes
     messages: list[dict[str, Any]] | None = None
     text: str | None = None
+    template_args: dict[str, Any] = {}
     tenant_salt: bytes = b""
     adapter: bytes = b""
     priority: int = 50
