@@ -1,0 +1,224 @@
+"""The fake executor: no model, no tensor, yet every answer depends on every byte of the KV blocks that it was given.
+
+A position holds 32 bytes: the hash of its token, its number and the bytes of the position before it, *read through the block
+table*. The next token is a function of the last position's bytes and of a checksum over all bytes of the context, read through the
+table again. So a stale, swapped, half-copied or badly restored block changes the output. It keeps row state as the real runner does, and speaks
+the byte-level vocabulary: ids 0..255 are bytes, 256 ends a sequence. It writes printable ASCII only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import zlib
+from array import array
+from collections.abc import Sequence
+
+from kvd.step import ExecutorOutput, SchedulerOutput, StartedRow
+from kvd.types import BlockId, KvGroup, SamplingParams, TokenLogprobs, unpack_tokens
+
+VOCAB_SIZE = 257
+EOS_TOKEN_ID = 256
+GROUP = "target"
+_POSITION_BYTES = 32
+_LETTERS = b"eeeeeetttttaaaaooooiiiinnnnsssshhhrrrdddllluuucmfwgypbvkxqjz       ,.EATSW0123456789"
+_EOS_PERIOD = 1021
+"""One draw in so many is the end of the sequence."""
+
+
+class _Row:
+    """What the executor knows of a sequence."""
+
+    __slots__ = (
+        "banned",
+        "block_ids",
+        "choice",
+        "failed",
+        "num_choices",
+        "num_computed",
+        "num_prompt_tokens",
+        "sampling",
+        "token_ids",
+        "unban_at",
+    )
+
+    def __init__(self, started: StartedRow) -> None:
+        self.token_ids: array[int] = unpack_tokens(started.token_ids)
+        self.block_ids: list[int] = list(started.block_ids)
+        self.num_computed = started.num_computed
+        self.num_prompt_tokens = started.num_prompt_tokens
+        self.sampling: SamplingParams = started.sampling
+        self.choice = started.choice
+        self.num_choices = started.num_choices
+        self.banned = frozenset(started.banned_token_ids)
+        self.unban_at = started.num_prompt_tokens + started.min_tokens
+        self.failed = False
+
+
+class FakeRunner:
+    """Runs steps on a byte pool of ``num_blocks * block_size_tokens * 32`` bytes.
+
+    ``weights_seed`` stands for the weights: another seed is another model, with another fingerprint and other answers.
+    A step takes ``step_ms`` milliseconds. A row that computes ``poison_token_id`` fails as one with non-finite logits would.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size_tokens: int = 16,
+        *,
+        max_rows: int = 64,
+        step_ms: float = 0.0,
+        weights_seed: int = 0,
+        poison_token_id: int | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size_tokens = block_size_tokens
+        self.fingerprint = hashlib.sha256(b"kvd.fake.v1:%d:%d" % (block_size_tokens, weights_seed)).digest()
+        self._row_bytes = block_size_tokens * _POSITION_BYTES
+        self._pool = memoryview(bytearray(num_blocks * self._row_bytes))
+        self._rows: list[_Row | None] = [None] * max_rows
+        self._step_s = step_ms / 1000
+        self._poison_token_id = poison_token_id
+
+    # ------------------------------------------------------------------------------------------ blocks
+
+    def groups(self) -> tuple[KvGroup, ...]:
+        return (KvGroup(GROUP, self._row_bytes, self.fingerprint),)
+
+    def read_blocks(self, group: str, block_ids: Sequence[BlockId], memory: memoryview) -> None:
+        """Copy block rows into ``memory``, one after the other."""
+        assert group == GROUP
+        target = memory.cast("B")
+        for index, block_id in enumerate(block_ids):
+            target[index * self._row_bytes : (index + 1) * self._row_bytes] = self._block(block_id)
+
+    def write_blocks(self, group: str, block_ids: Sequence[BlockId], memory: memoryview) -> None:
+        """Copy ``memory`` into block rows."""
+        assert group == GROUP
+        source = memory.cast("B")
+        for index, block_id in enumerate(block_ids):
+            self._block(block_id)[:] = source[index * self._row_bytes : (index + 1) * self._row_bytes]
+
+    def _block(self, block_id: int) -> memoryview:
+        if not 0 <= block_id < self.num_blocks:
+            raise IndexError(f"block {block_id} of a pool of {self.num_blocks}")
+        return self._pool[block_id * self._row_bytes : (block_id + 1) * self._row_bytes]
+
+    # ------------------------------------------------------------------------------------------ a step
+
+    def execute(self, step: SchedulerOutput) -> ExecutorOutput:
+        """Apply the step's deltas, compute its positions, sample where a row's last known token is reached."""
+        began_s = time.monotonic()
+        for row in step.released:
+            self._rows[row] = None
+        self._copy(step)
+        work: list[tuple[int, _Row, int]] = []
+        for started in step.started:
+            state = _Row(started)
+            self._rows[started.row] = state
+            work.append((started.row, state, started.num_tokens))
+        continued = step.continued
+        for index, (row, num_tokens) in enumerate(zip(continued.rows, continued.num_tokens, strict=True)):
+            state = self._live(row)
+            state.block_ids.extend(continued.block_ids[continued.block_offsets[index] : continued.block_offsets[index + 1]])
+            work.append((row, state, num_tokens))
+        for _, state, num_tokens in work:  # all writes, then all reads: as in a layer of the real model
+            self._compute(state, num_tokens)
+        output = self._sample(step.step, work)
+        if (rest_s := self._step_s - (time.monotonic() - began_s)) > 0:
+            time.sleep(rest_s)
+        return output
+
+    def _copy(self, step: SchedulerOutput) -> None:
+        copied = [bytes(self._block(copy.source)) for copy in step.copies]
+        for copy, content in zip(step.copies, copied, strict=True):
+            self._block(copy.target)[:] = content
+            state = self._rows[copy.row]
+            if state is not None and copy.index < len(state.block_ids):
+                state.block_ids[copy.index] = copy.target
+
+    def _live(self, row: int) -> _Row:
+        state = self._rows[row]
+        if state is None:
+            raise KeyError(f"row {row} continues but was never started")
+        return state
+
+    def _compute(self, state: _Row, num_tokens: int) -> None:
+        size = self.block_size_tokens
+        first = state.num_computed
+        last = first + num_tokens
+        if last > len(state.token_ids) or last > len(state.block_ids) * size:
+            raise IndexError(f"position {last - 1}: {len(state.token_ids)} tokens known, {len(state.block_ids)} blocks")
+        before = self._position(state, first - 1) if first else b"\0" * _POSITION_BYTES
+        for position in range(first, last):
+            token_id = state.token_ids[position]
+            if token_id == self._poison_token_id:
+                state.failed = True
+            before = hashlib.blake2b(b"%d:%d:" % (token_id, position) + before, digest_size=_POSITION_BYTES, key=self.fingerprint).digest()
+            offset = state.block_ids[position // size] * self._row_bytes + position % size * _POSITION_BYTES
+            self._pool[offset : offset + _POSITION_BYTES] = before
+        state.num_computed = last
+
+    def _position(self, state: _Row, position: int) -> bytes:
+        block_index, offset = divmod(position, self.block_size_tokens)
+        return bytes(self._block(state.block_ids[block_index])[offset * _POSITION_BYTES : (offset + 1) * _POSITION_BYTES])
+
+    def _context_digest(self, state: _Row) -> bytes:
+        """Depends on every byte of every computed position, read through the block table."""
+        num_full, rest = divmod(state.num_computed, self.block_size_tokens)
+        checksum = 0
+        for block_id in state.block_ids[:num_full]:
+            checksum = zlib.crc32(self._block(block_id), checksum)
+        if rest:
+            checksum = zlib.crc32(self._block(state.block_ids[num_full])[: rest * _POSITION_BYTES], checksum)
+        return self._position(state, state.num_computed - 1) + checksum.to_bytes(4, "little")
+
+    # ------------------------------------------------------------------------------------------ sampling
+
+    def _sample(self, step: int, work: list[tuple[int, _Row, int]]) -> ExecutorOutput:
+        output = ExecutorOutput(step, [], [], [])
+        failed: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for row, state, _ in work:
+            reached = state.num_computed == len(state.token_ids)
+            if state.failed:
+                failed.append(row)
+                if reached:
+                    state.token_ids.append(0)  # keeps a step that is already in flight in range
+                continue
+            if not reached:
+                continue
+            digest = self._context_digest(state)
+            for choice in range(state.choice, state.choice + state.num_choices):
+                token_id = self._next_token(state, digest, choice)
+                output.rows.append(row)
+                output.choices.append(choice)
+                output.token_ids.append(token_id)
+                logprobs.append(_logprobs(token_id, state.sampling.num_logprobs))
+            state.token_ids.append(output.token_ids[-state.num_choices])
+            state.num_choices = 1
+        asked = any(entry is not None for entry in logprobs)
+        return ExecutorOutput(step, output.rows, output.choices, output.token_ids, logprobs if asked else None, tuple(failed))
+
+    def _next_token(self, state: _Row, digest: bytes, choice: int) -> int:
+        """Greedy: a function of the context alone. Else of the seed, the choice and the position besides."""
+        noise = b""
+        if state.sampling.temperature > 0:
+            noise = b"%d:%d:%d" % (state.sampling.seed, choice, len(state.token_ids))
+        drawn = int.from_bytes(hashlib.blake2b(digest + noise, digest_size=8).digest(), "little")
+        banned = state.banned if len(state.token_ids) < state.unban_at else frozenset()
+        if drawn % _EOS_PERIOD == 0 and EOS_TOKEN_ID not in banned:
+            return EOS_TOKEN_ID
+        first = drawn // _EOS_PERIOD % len(_LETTERS)
+        letters = _LETTERS[first:] + _LETTERS[:first] if banned else _LETTERS[first : first + 1]
+        return next((letter for letter in letters if letter not in banned), letters[0])
+
+
+def _logprobs(token_id: int, num_logprobs: int | None) -> TokenLogprobs | None:
+    """The fake is sure of what it says: the sampled token has probability one, others follow by their ids."""
+    if num_logprobs is None:
+        return None
+    others = ((other, -1000.0) for other in range(VOCAB_SIZE) if other != token_id)
+    top = ((token_id, 0.0), *others)[:num_logprobs]
+    return TokenLogprobs(token_id, 0.0, top)
