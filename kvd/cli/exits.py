@@ -1,0 +1,83 @@
+"""The exit codes of every command (sysexits.h), and which failure gives which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from types import MappingProxyType
+
+
+class Exit(IntEnum):
+    """Exit codes; docs/operations.md lists them with their meaning."""
+
+    OK = 0
+    USAGE = 64
+    DATA = 65
+    NO_INPUT = 66
+    UNAVAILABLE = 69
+    SOFTWARE = 70
+    CANNOT_CREATE = 73
+    IO = 74
+    TEMPORARY = 75
+    PROTOCOL = 76
+    NO_PERMISSION = 77
+    CONFIG = 78
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+
+
+MEANINGS: Mapping[Exit, str] = MappingProxyType(
+    {
+        Exit.OK: "done",
+        Exit.USAGE: "wrong command line",
+        Exit.DATA: "the daemon refuses this input for good, a download has the wrong checksum, or `store check` found damage",
+        Exit.NO_INPUT: "a file, a pin or a state directory that was named does not exist",
+        Exit.UNAVAILABLE: "no daemon answers, it is still starting or already draining, or a download source can't be reached",
+        Exit.SOFTWARE: "a fault of kvd itself; `kvd serve`: the engine failed, start it again",
+        Exit.CANNOT_CREATE: "a pin does not fit under `max_pinned_fraction`",
+        Exit.IO: "reading or writing failed",
+        Exit.TEMPORARY: "overloaded, interrupted by a restart, or in use by another process: the same command may succeed later",
+        Exit.PROTOCOL: "client and daemon speak different protocol versions",
+        Exit.NO_PERMISSION: "the operating system forbids it",
+        Exit.CONFIG: "a wrong or missing configuration, such as a model that was not pulled",
+        Exit.INTERRUPTED: "ended by Ctrl-C; a running request was aborted",
+        Exit.BROKEN_PIPE: "the reader of standard output went away",
+    }
+)
+
+_OF_CODE: Mapping[str, Exit] = MappingProxyType(
+    {
+        "bad_request": Exit.DATA,
+        "too_large": Exit.DATA,
+        "prompt_too_long": Exit.DATA,
+        "kv_capacity": Exit.DATA,
+        "pin_too_short": Exit.DATA,
+        "duplicate": Exit.DATA,
+        "pin_capacity": Exit.CANNOT_CREATE,
+        "not_found": Exit.NO_INPUT,
+        "starting": Exit.UNAVAILABLE,
+        "draining": Exit.UNAVAILABLE,
+        "unsupported_version": Exit.PROTOCOL,
+        "unknown_type": Exit.PROTOCOL,
+        "connection_lost": Exit.UNAVAILABLE,
+        "authentication_failed": Exit.NO_PERMISSION,
+        "client_too_slow": Exit.TEMPORARY,
+        "storage_error": Exit.IO,
+    }
+)
+
+
+class CommandError(Exception):
+    """A command can't go on: ``message`` is for people, ``exit_code`` for scripts."""
+
+    def __init__(self, message: str, exit_code: Exit) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def exit_of_failure(code: str, *, retryable: bool) -> Exit:
+    """The exit code for a failure that the daemon or the client library reports."""
+    known = _OF_CODE.get(code)
+    if known is not None:
+        return known
+    return Exit.TEMPORARY if retryable else Exit.SOFTWARE

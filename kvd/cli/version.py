@@ -1,0 +1,21 @@
+"""``kvd version``."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+import click
+
+from kvd.cli.output import print_json
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(as_json: bool) -> None:
+    """Show the version of kvd, its wire protocol and its Python."""
+    version = metadata.version("kvd")
+    if as_json:
+        print_json({"version": version, "python": platform.python_version()})
+    else:
+        click.echo(f"kvd {version}")
