@@ -1,0 +1,55 @@
+"""Putting bytes on disk so that they are either wholly there after a power cut or not at all.
+
+A file is written under a temporary name, synced, renamed, and then its directory is synced: without the last step the rename itself may be lost.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvd.observe.failpoints import failpoint
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames, creations and unlinks in ``directory`` durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """``pwrite`` until all of ``data`` is written."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view = view[written:]
+        offset += written
+
+
+def replace_file(path: Path, data: bytes, *, points: tuple[str, str, str]) -> None:
+    """Replace ``path`` by ``data`` durably. ``points`` are the failpoints before the sync, before the rename and before the directory's sync.
+
+    Raises:
+        OSError: nothing changed, or the new content stands but its name may not survive a power cut.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        write_all(fd, data, 0)
+        failpoint(points[0])
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    failpoint(points[1])
+    temporary.replace(path)
+    failpoint(points[2])
+    sync_directory(path.parent)
+
+
+def remove_file(path: Path) -> None:
+    """Unlink ``path``, if it is there, durably."""
+    path.unlink(missing_ok=True)
+    sync_directory(path.parent)

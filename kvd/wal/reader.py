@@ -1,0 +1,116 @@
+"""Reading segments: which records are valid, how a segment ends, whether the segments follow one another. Changes nothing on disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from kvd.wal.record import ALIGNMENT, SEGMENT_HEADER_BYTES, Record, SegmentHeader, WalDamageError, decode_record, decode_segment_header
+
+_SEGMENT_NAME = re.compile(r"^(\d{16})\.wal$")
+
+
+class SegmentEnd(StrEnum):
+    """What follows a segment's last valid record."""
+
+    CLEAN = "clean"
+    """Zeros, or the end of the file."""
+    TORN = "torn"
+    """An incomplete record with nothing valid behind it: a write that a crash cut."""
+    DAMAGED = "damaged"
+    """An invalid record with valid ones behind it, or no valid header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One segment as read: ``records`` are (LSN, record) of its valid prefix, ``valid_bytes`` long."""
+
+    path: Path
+    number: int
+    size_bytes: int
+    header: SegmentHeader | None
+    records: list[tuple[int, Record]]
+    last_lsn: int
+    """``first_lsn - 1`` of an empty segment; 0 without a header."""
+    valid_bytes: int
+    end: SegmentEnd
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    return directory / f"{number:016d}.wal"
+
+
+def list_segments(directory: Path) -> list[tuple[int, Path]]:
+    """The (number, path) of every segment, in order; empty without a directory."""
+    if not directory.is_dir():
+        return []
+    return sorted((int(match[1]), path) for path in directory.iterdir() if (match := _SEGMENT_NAME.match(path.name)))
+
+
+def read_segment(number: int, path: Path) -> Segment:
+    """Read a segment as far as it is valid.
+
+    Raises:
+        WalFormatError: it is of an unknown format.
+        OSError: it can't be read.
+    """
+    data = path.read_bytes()
+    view = memoryview(data)
+    try:
+        header = decode_segment_header(view[:SEGMENT_HEADER_BYTES])
+    except WalDamageError:
+        header = None
+    if header is None or header.number != number:
+        return Segment(path, number, len(data), None, [], 0, 0, SegmentEnd.DAMAGED)
+    records: list[tuple[int, Record]] = []
+    offset, last_lsn = SEGMENT_HEADER_BYTES, header.first_lsn - 1
+    while True:
+        try:
+            lsn, record, after = decode_record(view, offset, header.salt)
+        except WalDamageError:
+            break
+        if lsn != last_lsn + 1:
+            break
+        if record is not None:
+            records.append((lsn, record))
+        offset, last_lsn = after, lsn
+    return Segment(path, number, len(data), header, records, last_lsn, offset, _end(view, offset, header.salt))
+
+
+def _end(view: memoryview, offset: int, salt: int) -> SegmentEnd:
+    rest = view[offset:]
+    if bytes(rest).count(0) == len(rest):
+        return SegmentEnd.CLEAN
+    for start in range(offset + ALIGNMENT, len(view), ALIGNMENT):
+        try:
+            decode_record(view, start, salt)
+        except WalDamageError:
+            continue
+        return SegmentEnd.DAMAGED
+    return SegmentEnd.TORN
+
+
+def read_segments(directory: Path, store_uuid: bytes | None) -> Iterator[tuple[Segment, str]]:
+    """Every segment in order, with what is wrong with it: empty, or why it and all after it must not be used.
+
+    ``store_uuid`` None takes that of the first readable segment. A segment whose records overlap the one before it is fine (a failed sync
+    has the log rewritten under the next number); a gap between them is not.
+    """
+    last_lsn: int | None = None
+    for number, path in list_segments(directory):
+        segment = read_segment(number, path)
+        fault = ""
+        if segment.header is None:
+            fault = "its header is damaged"
+        else:
+            store_uuid = store_uuid or segment.header.store_uuid
+            if segment.header.store_uuid != store_uuid:
+                fault = "it belongs to another store"
+            elif last_lsn is not None and segment.header.first_lsn > last_lsn + 1:
+                fault = f"records {last_lsn + 1} to {segment.header.first_lsn - 1} before it are missing"
+            else:
+                last_lsn = max(segment.last_lsn, last_lsn or 0)
+        yield segment, fault

@@ -1,0 +1,334 @@
+"""Appending to the log: one thread, one sync for all records of a few milliseconds, preallocated segments.
+
+``append`` never waits for the disk. At a bound (queue or log size) inserts are dropped and counted, for the log is a cache of what could be computed again;
+pins, unpins and forgets are few and always taken.
+
+A file whose sync failed is never synced again: the kernel may have dropped the pages and would report success (PostgreSQL's "fsyncgate", 2018). Its durable
+records and those that were under way are written to a new segment, and the suspect one is unlinked once that one is durable.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvd.observe.failpoints import declare, failpoint
+from kvd.wal.durable import sync_directory, write_all
+from kvd.wal.reader import read_segment, segment_path
+from kvd.wal.record import SEGMENT_HEADER_BYTES, Insert, Record, SegmentHeader, WalError, encode_record, encode_segment_header
+
+declare(
+    "wal.segment.before_sync",
+    "wal.segment.before_rename",
+    "wal.segment.after_rename",
+    "wal.before_write",
+    "wal.before_sync",
+    "wal.after_sync",
+    "wal.before_unlink",
+)
+
+_RETRY_MIN_S = 0.1
+_RETRY_MAX_S = 30.0
+
+Entry = tuple[int, Record]
+
+
+@dataclass(slots=True)
+class _Active:
+    """The segment being written."""
+
+    fd: int
+    path: Path
+    number: int
+    salt: int
+    size_bytes: int
+    offset: int
+    last_lsn: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogPosition:
+    """Where the log stands when the writer takes it up: what ``repair_log`` reported."""
+
+    next_lsn: int
+    next_segment: int
+    num_bytes: int
+    last_lsns: dict[int, int]
+
+
+class WalWriter:
+    """``append``, ``flush``, ``retire`` and the counters may be used from any thread. ``close`` ends the thread."""
+
+    def __init__(
+        self,
+        directory: Path,
+        position: LogPosition,
+        *,
+        store_uuid: bytes,
+        sync_interval_s: float,
+        segment_bytes: int,
+        max_bytes: int,
+        queue_capacity: int,
+        on_error: Callable[[str], None],
+    ) -> None:
+        self._directory = directory
+        self._store_uuid = store_uuid
+        self._sync_interval_s = sync_interval_s
+        self._segment_bytes = segment_bytes
+        self._max_bytes = max_bytes
+        self._queue_capacity = queue_capacity
+        self._on_error = on_error
+        self._wake = threading.Condition()
+        self._queue: deque[Entry] = deque()
+        self._next_lsn = position.next_lsn
+        self._durable_lsn = position.next_lsn - 1
+        self._retire_lsn = 0
+        self._retired_lsn = 0
+        self._closing = False
+        self._flushing = 0
+        # the thread's own from here on
+        self._last_lsns = dict(position.last_lsns)
+        self._sizes = {number: segment_path(directory, number).stat().st_size for number in position.last_lsns}
+        self._next_segment = position.next_segment
+        self._num_bytes = position.num_bytes
+        self._active: _Active | None = None
+        self._suspect: _Active | None = None
+        self._fault = ""
+        self._retry_s = _RETRY_MIN_S
+        self._num_dropped = self._num_records = self._num_written_bytes = self._num_syncs = self._num_failures = 0
+        self._sync_s_total = self._sync_s_max = 0.0
+        self._thread = threading.Thread(target=self._run, name="kvd-wal", daemon=True)
+        self._thread.start()
+
+    # -------------------------------------------------------------------------------- any thread
+
+    @property
+    def last_lsn(self) -> int:
+        """Of the newest record taken."""
+        return self._next_lsn - 1
+
+    @property
+    def durable_lsn(self) -> int:
+        """Every record up to here is on disk."""
+        return self._durable_lsn
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all segments."""
+        return self._num_bytes
+
+    @property
+    def fault(self) -> str:
+        """Why records do not reach the disk at the moment; empty when they do."""
+        return self._fault
+
+    def append(self, record: Record) -> int:
+        """Take a record; its LSN, or 0 if it is an insert and a bound was reached."""
+        with self._wake:
+            if isinstance(record, Insert) and (len(self._queue) >= self._queue_capacity or self._num_bytes >= self._max_bytes):
+                self._num_dropped += 1
+                return 0
+            lsn = self._next_lsn
+            self._next_lsn += 1
+            self._queue.append((lsn, record))
+            if len(self._queue) == 1:
+                self._wake.notify_all()
+        return lsn
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything taken so far is durable; whether it is."""
+        with self._wake:
+            target = self._next_lsn - 1
+            self._flushing += 1
+            self._wake.notify_all()
+            try:
+                return self._wake.wait_for(lambda: self._durable_lsn >= target, timeout_s)
+            finally:
+                self._flushing -= 1
+
+    def retire(self, applied_lsn: int) -> None:
+        """Everything up to ``applied_lsn`` is durable elsewhere: unlink the segments that hold nothing newer."""
+        with self._wake:
+            self._retire_lsn = max(self._retire_lsn, applied_lsn)
+            self._wake.notify_all()
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what waits and end the thread; False if some of it is not durable."""
+        durable = self.flush(timeout_s)
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        self._thread.join(timeout_s)
+        return durable
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "wal_records": self._num_records,
+            "wal_dropped_records": self._num_dropped,
+            "wal_written_bytes": self._num_written_bytes,
+            "wal_syncs": self._num_syncs,
+            "wal_sync_failures": self._num_failures,
+            "wal_sync_ms_total": round(self._sync_s_total * 1e3, 3),
+            "wal_sync_ms_max": round(self._sync_s_max * 1e3, 3),
+            "wal_bytes": self._num_bytes,
+            "wal_queue": len(self._queue),
+        }
+
+    # -------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: bool(self._queue) or self._closing or self._retire_lsn > self._retired_lsn)
+                if self._queue and not self._closing:
+                    self._wake.wait_for(lambda: self._closing or self._flushing > 0, self._sync_interval_s)
+                batch = list(self._queue)
+                closing = self._closing
+            try:
+                self._retire()
+                if batch:
+                    self._write(batch)
+            except (OSError, WalError) as error:
+                self._fail(error)
+                if not closing:
+                    with self._wake:
+                        self._wake.wait_for(lambda: self._closing, self._retry_s)
+                    self._retry_s = min(self._retry_s * 2, _RETRY_MAX_S)
+            else:
+                self._fault, self._retry_s = "", _RETRY_MIN_S
+            self._drop_durable()
+            if closing:
+                break
+        self._seal()
+
+    def _drop_durable(self) -> None:
+        with self._wake:
+            while self._queue and self._queue[0][0] <= self._durable_lsn:
+                self._queue.popleft()
+            self._wake.notify_all()
+
+    def _write(self, batch: list[Entry]) -> None:
+        """Write and sync ``batch``; what is durable shows in ``_durable_lsn``, also if this raises."""
+        suspect, self._suspect = self._suspect, None
+        rescued: list[Entry] = []
+        try:
+            if suspect is not None:
+                rescued = self._rescue(suspect)
+            entries = deque([*rescued, *batch])
+            while entries:
+                self._write_some(entries)
+        except (OSError, WalError):
+            self._suspect = self._suspect or suspect
+            raise
+        if suspect is not None and rescued:
+            self._unlink(suspect.number)
+
+    def _rescue(self, suspect: _Active) -> list[Entry]:
+        """The durable records of a segment whose sync failed; none if they can't all be read back, and then the segment stays."""
+        try:
+            segment = read_segment(suspect.number, suspect.path)
+        except (OSError, WalError):
+            return []
+        records = [entry for entry in segment.records if entry[0] <= suspect.last_lsn]
+        return records if segment.last_lsn >= suspect.last_lsn else []
+
+    def _write_some(self, entries: deque[Entry]) -> None:
+        """Write and sync as many of ``entries`` as fit into the active segment, at least one."""
+        active = self._active
+        if active is None:
+            active = self._create(entries[0])
+        chunk = bytearray()
+        last_lsn = active.last_lsn
+        while entries:
+            lsn, record = entries[0]
+            data = encode_record(record, lsn, active.salt)
+            if active.offset + len(chunk) + len(data) > active.size_bytes:
+                break
+            chunk += data
+            last_lsn = lsn
+            entries.popleft()
+        if not chunk:
+            self._seal()
+            return
+        failpoint("wal.before_write")
+        write_all(active.fd, chunk, active.offset)
+        failpoint("wal.before_sync")
+        started = time.monotonic()
+        os.fdatasync(active.fd)
+        elapsed = time.monotonic() - started
+        failpoint("wal.after_sync")
+        self._num_records += last_lsn - active.last_lsn
+        active.offset += len(chunk)
+        active.last_lsn = last_lsn
+        self._last_lsns[active.number] = last_lsn
+        self._num_syncs += 1
+        self._num_written_bytes += len(chunk)
+        self._sync_s_total += elapsed
+        self._sync_s_max = max(self._sync_s_max, elapsed)
+        self._durable_lsn = max(self._durable_lsn, last_lsn)
+
+    def _create(self, first: Entry) -> _Active:
+        """A fresh segment, all zeros behind its header, durable under its name before the first record."""
+        number, salt = self._next_segment, int.from_bytes(os.urandom(4), "little")
+        needed = SEGMENT_HEADER_BYTES + len(encode_record(first[1], first[0], salt))
+        size_bytes = max(self._segment_bytes, needed)
+        path = segment_path(self._directory, number)
+        temporary = path.with_name(f".{path.name}.tmp")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            header = encode_segment_header(SegmentHeader(self._store_uuid, number, first[0], salt))
+            # Real zeros, not fallocate: the later data syncs then change no metadata, and nothing stale can ever validate.
+            write_all(fd, header + bytes(size_bytes - len(header)), 0)
+            failpoint("wal.segment.before_sync")
+            os.fsync(fd)
+            failpoint("wal.segment.before_rename")
+            temporary.rename(path)
+            failpoint("wal.segment.after_rename")
+            sync_directory(self._directory)
+        except OSError:
+            os.close(fd)
+            raise
+        self._next_segment += 1
+        self._sizes[number] = size_bytes
+        self._last_lsns[number] = first[0] - 1
+        self._num_bytes += size_bytes
+        self._active = _Active(fd, path, number, salt, size_bytes, SEGMENT_HEADER_BYTES, first[0] - 1)
+        return self._active
+
+    def _seal(self) -> None:
+        if self._active is not None:
+            os.close(self._active.fd)
+            self._active = None
+
+    def _fail(self, error: Exception) -> None:
+        """Give the active segment up: no further write or sync on it."""
+        self._num_failures += 1
+        if not self._fault:
+            self._on_error(f"the write-ahead log can't be written: {error}")
+        self._fault = str(error)
+        if self._active is not None:
+            if self._suspect is None or self._active.last_lsn > self._suspect.last_lsn:
+                self._suspect = self._active
+            self._seal()
+
+    def _retire(self) -> None:
+        target = self._retire_lsn
+        active = self._active.number if self._active is not None else None
+        suspect = self._suspect.number if self._suspect is not None else None
+        for number, last_lsn in list(self._last_lsns.items()):
+            if last_lsn <= target and number not in {active, suspect}:
+                self._unlink(number)
+        self._retired_lsn = target
+
+    def _unlink(self, number: int) -> None:
+        failpoint("wal.before_unlink")
+        segment_path(self._directory, number).unlink(missing_ok=True)
+        sync_directory(self._directory)
+        self._last_lsns.pop(number, None)
+        self._num_bytes -= self._sizes.pop(number, 0)
