@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,9 @@ from kvd.executor.models.spec import (
     RopeType,
     UnsupportedModelError,
     check_shape,
+    read_json,
 )
+from kvd.executor.models.weights.files import weight_files
 
 _CLASSES = {
     Architecture.LLAMA: "LlamaForCausalLM",
@@ -59,29 +60,12 @@ _ROPE_KEYS = {
 }
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the model.
-
-    Raises:
-        ModelError: unreadable, not JSON or not an object.
-    """
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return value
-
-
 def inspect_directory(path: Path) -> ModelSpec:
     """Describe a Hugging Face directory.
 
     Raises:
         UnsupportedModelError: see ``inspect_model``.
-        ModelError: config.json is missing or damaged.
+        ModelError: config.json is missing or damaged, or there are no weights.
     """
     origin = path / "config.json"
     if not origin.exists():
@@ -89,6 +73,7 @@ def inspect_directory(path: Path) -> ModelSpec:
     config = read_json(origin)
     generation = path / "generation_config.json"
     eos = _eos_ids(config) + (_eos_ids(read_json(generation)) if generation.exists() else ())
+    weight_files(path)
     return spec_from_config(config, name=path.resolve().name, origin=str(origin), eos_token_ids=tuple(dict.fromkeys(eos)))
 
 
@@ -150,10 +135,9 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 def _architecture(config: Mapping[str, Any], origin: str) -> Architecture:
     model_type = config.get("model_type")
     classes = config.get("architectures")
-    if isinstance(model_type, str) and model_type in Architecture:
-        architecture = Architecture(model_type)
-        if not classes or classes == [_CLASSES[architecture]]:
-            return architecture
+    architecture = next((known for known in Architecture if known.value == model_type), None)
+    if architecture is not None and (not classes or classes == [_CLASSES[architecture]]):
+        return architecture
     shown = f"{model_type!r} ({', '.join(map(str, classes))})" if isinstance(classes, list) else repr(model_type)
     raise UnsupportedModelError(f"{origin}: architecture {shown} is not supported; supported: {SUPPORTED}")
 
@@ -173,7 +157,9 @@ def _head_dim(config: Mapping[str, Any], architecture: Architecture, hidden_size
     if architecture is Architecture.QWEN3:
         return 128
     if num_heads <= 0 or hidden_size % num_heads:
-        raise ModelError(f"{origin}: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, and head_dim is not given")
+        raise ModelError(
+            f"{origin}: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, and head_dim is not given"
+        )
     return hidden_size // num_heads
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 DEFAULT_MAX_MODEL_LEN = 8192
 """Positions of a sequence where the configuration names none and the model has more."""
@@ -151,6 +153,23 @@ def fit_length(spec: ModelSpec, max_model_len: int) -> tuple[ModelSpec, int]:
     if not spec.rope.depends_on_length:
         return spec, length
     return replace(spec, rope=replace(spec.rope, fixed_length_tokens=length)), length
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of the model.
+
+    Raises:
+        ModelError: unreadable, not JSON or not an object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return value
 
 
 def check_shape(spec: ModelSpec, origin: str) -> ModelSpec:
