@@ -57,7 +57,11 @@ def read_segment(number: int, path: Path) -> Segment:
         WalFormatError: it is of an unknown format.
         OSError: it can't be read.
     """
-    data = path.read_bytes()
+    return parse_segment(number, path, path.read_bytes())
+
+
+def parse_segment(number: int, path: Path, data: bytes) -> Segment:
+    """``read_segment`` of bytes already read."""
     view = memoryview(data)
     try:
         header = decode_segment_header(view[:SEGMENT_HEADER_BYTES])
@@ -82,9 +86,10 @@ def read_segment(number: int, path: Path) -> Segment:
 
 def _end(view: memoryview, offset: int, salt: int) -> SegmentEnd:
     rest = view[offset:]
-    if bytes(rest).count(0) == len(rest):
+    used = offset + len(bytes(rest).rstrip(b"\0"))
+    if used == offset:
         return SegmentEnd.CLEAN
-    for start in range(offset + ALIGNMENT, len(view), ALIGNMENT):
+    for start in range(offset + ALIGNMENT, used, ALIGNMENT):
         try:
             decode_record(view, start, salt)
         except WalDamageError:
