@@ -29,6 +29,22 @@ class StartFacts:
     startup: dict[str, float] = field(default_factory=dict)
 
 
+def starting_report(facts: StartFacts, clock: Clock, state: str) -> dict[str, Any]:
+    """The status report before there is an engine: the same keys, with what is known."""
+    return {
+        "state": state,
+        "model": facts.model,
+        "fingerprint": facts.fingerprint,
+        "instance": facts.instance,
+        "uptime_s": round(clock.monotonic() - facts.started_monotonic_s, 3),
+        "requests": {"running": 0, "waiting": 0, "stalled": 0},
+        "blocks": {"total": 0, "used": 0, "shared": 0, "cached": 0, "free": 0, "pinned": 0},
+        "store": {"nodes": 0, "blocks": 0, "bytes": 0, "wal_bytes": 0, "last_checkpoint_age_s": None, "degraded": None},
+        "rehydration": {"blocks": 0, "tokens": 0, "bytes": 0, "seconds": 0.0, "pins_pending": 0, "dropped": {}},
+        "startup_s": facts.startup,
+    }
+
+
 class Reports:
     """Builds the reports from the rooms' own counters. Used by the engine thread alone."""
 

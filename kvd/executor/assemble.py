@@ -5,7 +5,8 @@ The pool exists before the weights are read, so that storage can rehydrate into 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from kvd.executor.models.fingerprint import fingerprint
 from kvd.executor.models.spec import ModelSpec, inspect_model
 from kvd.executor.models.weights import load_decoder
 from kvd.executor.runner import TorchRunner
+from kvd.step import ExecutorOutput, SchedulerOutput
+from kvd.types import BlockId, KvGroup
 
 DEFAULT_MAX_MODEL_LEN = 8192
 _AUTO_POOL_MAX_BYTES = 4 << 30
@@ -64,6 +67,44 @@ def pool_bytes(configured: int, device: torch.device) -> int:
     return min(_AUTO_POOL_MAX_BYTES, available_kib * 1024 // 2)
 
 
+def compute_threads(configured: int) -> int:
+    """Compute threads of the CPU executor; 0 means the physical cores that this process may use."""
+    if configured:
+        return configured
+    siblings = set()
+    for cpu in os.sched_getaffinity(0):
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings.add(path.read_text() if path.exists() else str(cpu))
+    return len(siblings)
+
+
+class LateRunner:
+    """The runner before its weights are there: blocks can be read and written at once, steps only after ``attach``."""
+
+    def __init__(self, pool: KvPool, fingerprint: bytes) -> None:
+        self._pool = pool
+        self._groups = (KvGroup("target", pool.row_bytes, fingerprint),)
+        self._runner: TorchRunner | None = None
+
+    def attach(self, runner: TorchRunner) -> None:
+        self._runner = runner
+
+    def groups(self) -> tuple[KvGroup, ...]:
+        return self._groups
+
+    def execute(self, step: SchedulerOutput) -> ExecutorOutput:
+        assert self._runner is not None, "a step before the weights"
+        return self._runner.execute(step)
+
+    def read_blocks(self, group: str, block_ids: Sequence[BlockId], memory: memoryview) -> None:
+        assert group == "target"
+        self._pool.read_blocks(block_ids, memory)
+
+    def write_blocks(self, group: str, block_ids: Sequence[BlockId], memory: memoryview) -> None:
+        assert group == "target"
+        self._pool.write_blocks(block_ids, memory)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedModel:
     """A model whose weights are not loaded yet, and its pool, ready to be filled."""
@@ -76,11 +117,18 @@ class OpenedModel:
     max_model_len: int
     max_rows: int
     fingerprint: bytes
+    runner: LateRunner
 
-    def load(self, progress: Callable[[int, int], None]) -> TorchRunner:
-        """Read the weights and build the runner. ``progress(done_bytes, total_bytes)`` is called as they come."""
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    def load(self, progress: Callable[[int, int], None]) -> None:
+        """Read the weights and run the warm-up steps; then ``runner`` takes steps. ``progress(done_bytes, total_bytes)`` is called as they come."""
         decoder = load_decoder(self.path, self.spec, dtype=self.dtype, device=self.device, progress=progress)
-        return TorchRunner(decoder, self.spec, self.pool, max_rows=self.max_rows, max_model_len=self.max_model_len)
+        runner = TorchRunner(decoder, self.spec, self.pool, max_rows=self.max_rows, max_model_len=self.max_model_len)
+        runner.warm_up()
+        self.runner.attach(runner)
 
 
 def open_model(
@@ -124,4 +172,5 @@ def open_model(
         max_model_len=max_model_len,
         max_rows=scheduler.max_running,
         fingerprint=digest,
+        runner=LateRunner(pool, digest),
     )

@@ -1,0 +1,422 @@
+"""Composition root: the only module that knows every room. Order of the start, signals, drain, and what the service manager is told.
+
+The start, each step only after the one before (docs/architecture.md, "Start"): state directory and lock, endpoints, pool and fingerprint, store and
+log, then weights and rehydration side by side, warm-up, and the engine loop on this very thread until the end.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+import structlog
+
+from kvd.cache.hashing import Namespace
+from kvd.cache.manager import CacheManager
+from kvd.commands import Hello, Recipe, Snapshot, Stopped
+from kvd.config import ConfigError, DaemonConfig
+from kvd.engine.loop import EngineLoop, LoopEnd, StartWork, State
+from kvd.engine.pins import Pins
+from kvd.engine.reports import Reports, StartFacts, starting_report
+from kvd.executor.fake import FakeRunner
+from kvd.executor.worker import ExecutorThread, Runner
+from kvd.frontend import Frontend, start_frontend
+from kvd.observe.notify import Notifier
+from kvd.observe.progress import Progress
+from kvd.scheduler.scheduler import Scheduler
+from kvd.storage.persistence import Storage
+from kvd.text.model import TextModel, load_text_model
+from kvd.transport.inproc import InprocInbox, InprocOutbox
+
+EXIT_OK = 0
+EXIT_SOFTWARE = 70
+EXIT_TEMPORARY = 75
+EXIT_CONFIG = 78
+
+_FAKE_MODEL_LEN = 8192
+_FAKE_POOL_BYTES = 64 << 20
+_BYTE_LEVEL = "bytes"
+_EXTEND_USEC = 30_000_000
+_TELL_INTERVAL_S = 1.0
+_FRONTEND_STOP_S = 5.0
+
+
+class _StopDuringStart(BaseException):
+    """A signal before the engine loop ran; not an Exception, so that no boundary on the way swallows it."""
+
+
+class SystemClock:
+    """The real time."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def unix(self) -> float:
+        return time.time()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Engine:
+    """What a model, real or fake, brings: its runner comes later, by ``load``, so that the store can fill the pool meanwhile."""
+
+    model: str
+    fingerprint: bytes
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    executor: ExecutorThread
+    load: Callable[[Callable[[int, int], None]], None]
+    facts: dict[str, Any]
+
+
+class _Manager:
+    """The service manager's view: progress extends its timeouts, the loop's rounds feed its watchdog. Never more than a datagram a second."""
+
+    def __init__(self, clock: SystemClock) -> None:
+        self._notifier = Notifier.from_environment()
+        self._clock = clock
+        self._watchdog_s = self._notifier.watchdog_interval_s()
+        self._next_watchdog_s = 0.0
+        self._next_tell_s = 0.0
+
+    def progress(self, text: str) -> None:
+        """Something that takes long got further."""
+        now = self._clock.monotonic()
+        if now >= self._next_tell_s:
+            self._next_tell_s = now + _TELL_INTERVAL_S
+            self._notifier.status(text)
+            self._notifier.extend_timeout(_EXTEND_USEC)
+
+    def on_round(self, state: State) -> None:
+        """The engine loop has gone round."""
+        if state is not State.READY:
+            self.progress("computing pins" if state is State.REHYDRATING else "draining")
+        if self._watchdog_s is not None and (now := self._clock.monotonic()) >= self._next_watchdog_s:
+            self._next_watchdog_s = now + self._watchdog_s / 2
+            self._notifier.watchdog()
+
+    def on_state(self, state: State, text: str) -> None:
+        self._notifier.status(text)
+        if state is State.READY:
+            self._notifier.ready()
+        elif state is State.DRAINING:
+            self._notifier.stopping()
+
+
+def run(config: DaemonConfig) -> int:
+    """Run the daemon on this thread until it ends; the exit code for the process (docs/operations.md, "Exit codes")."""
+    return Daemon(config).run()
+
+
+class Daemon:
+    """One daemon in this process. Single use."""
+
+    def __init__(self, config: DaemonConfig) -> None:
+        self._config = config
+        self._clock = SystemClock()
+        self._manager = _Manager(self._clock)
+        self._log = structlog.get_logger("daemon")
+        self._inbox = InprocInbox(config.engine.inbox_capacity)
+        self._outbox = InprocOutbox()
+        self._instance = os.urandom(16)
+        self._facts = StartFacts(
+            model=Path(config.model.model).name or config.model.executor,
+            fingerprint="",
+            instance=self._instance.hex(),
+            started_monotonic_s=self._clock.monotonic(),
+        )
+        self._loop: EngineLoop | None = None
+        self._num_signals = 0
+        self._failure = ""
+
+    def run(self) -> int:
+        os.umask(0o077)
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._on_signal)
+        frontend: Frontend | None = None
+        storage: Storage | None = None
+        engine: _Engine | None = None
+        clean = False
+        try:
+            storage = Storage.lock(self._config.storage, clock=self._clock)
+            frontend = self._start_frontend()
+            engine = self._open_engine(storage)
+            end = self._serve(storage, engine)
+            if end is LoopEnd.DRAINED and not self._failure:
+                storage.shutdown_checkpoint(self._clock.monotonic() + self._config.engine.drain_timeout_s)
+                clean = True
+        except _StopDuringStart:
+            self._log.info("stopped_during_start")
+            clean = True
+        finally:
+            self._outbox.put([Stopped()])
+            if frontend is not None:
+                frontend.stop(_FRONTEND_STOP_S)
+            if engine is not None:
+                engine.executor.close(_FRONTEND_STOP_S)
+            if storage is not None:
+                storage.close(clean=clean)
+        self._log.info("stopped", clean=clean)
+        return EXIT_OK if clean else EXIT_SOFTWARE
+
+    # -------------------------------------------------------------------------------- start
+
+    def _start_frontend(self) -> Frontend:
+        config = self._config
+        self._publish(State.STARTING)
+        frontend = start_frontend(
+            config.transport,
+            text_source=self._text_source,
+            inbox=self._inbox,
+            outbox=self._outbox,
+            instance=self._instance,
+            observe=config.observe,
+            on_failure=self._on_frontend_failure,
+        )
+        self._log.info("listening", endpoints=list(frontend.endpoints), pid=os.getpid(), state="starting")
+        self._manager.progress("starting")
+        return frontend
+
+    @property
+    def _text_source(self) -> str:
+        return _BYTE_LEVEL if self._config.model.executor == "fake" else self._config.model.model
+
+    def _open_engine(self, storage: Storage) -> _Engine:
+        started = self._clock.monotonic()
+        engine = self._open_fake() if self._config.model.executor == "fake" else self._open_torch(storage.fingerprint_cache)
+        self._facts.fingerprint = engine.fingerprint.hex()
+        self._facts.startup["open_model"] = self._since(started)
+        return engine
+
+    def _open_fake(self) -> _Engine:
+        model, cache = self._config.model, self._config.cache
+        probe = FakeRunner(1, cache.block_size_tokens)
+        num_blocks = (cache.kv_memory or _FAKE_POOL_BYTES) // probe.groups()[0].row_bytes
+        if num_blocks < 2:
+            raise ConfigError(f"kv_memory = {cache.kv_memory}: too small for two blocks of {probe.groups()[0].row_bytes} bytes")
+        runner = FakeRunner(num_blocks, cache.block_size_tokens, max_rows=self._config.scheduler.max_running, step_ms=model.fake_step_ms)
+        return _Engine(
+            model="fake",
+            fingerprint=runner.fingerprint,
+            num_blocks=num_blocks,
+            max_model_len=model.max_model_len or _FAKE_MODEL_LEN,
+            vocab_size=257,
+            executor=ExecutorThread(runner),
+            load=lambda _: None,
+            facts={"executor": "fake"},
+        )
+
+    def _open_torch(self, fingerprint_cache: Path) -> _Engine:
+        from kvd.executor.assemble import compute_threads, open_model
+
+        config = self._config
+        threads = compute_threads(config.model.threads)
+        opened = open_model(
+            Path(config.model.model), config.model, config.cache, config.scheduler, threads=threads, digest_cache=fingerprint_cache
+        )
+        runner: Runner = opened.runner
+        return _Engine(
+            model=Path(config.model.model).name,
+            fingerprint=opened.fingerprint,
+            num_blocks=opened.num_blocks,
+            max_model_len=opened.max_model_len,
+            vocab_size=opened.spec.vocab_size,
+            executor=ExecutorThread(runner),
+            load=opened.load,
+            facts={"executor": "torch", "device": str(opened.device), "dtype": str(opened.dtype).removeprefix("torch."), "threads": threads},
+        )
+
+    def _serve(self, storage: Storage, engine: _Engine) -> LoopEnd:
+        config = self._config
+        cache = CacheManager(
+            num_blocks=engine.num_blocks,
+            block_size_tokens=config.cache.block_size_tokens,
+            free_watermark=config.cache.free_watermark,
+            max_pinned_fraction=config.cache.max_pinned_fraction,
+        )
+        storage.open(
+            namespace_fingerprint=engine.fingerprint,
+            groups=engine.executor.groups(),
+            inbox=self._inbox,
+            leases=cache,
+            block_io=engine.executor,
+        )
+        work = self._rehydrate(storage, engine, cache)
+        fingerprint = engine.fingerprint
+
+        def namespace_of(tenant_salt: bytes, adapter: bytes) -> Namespace:
+            return Namespace(fingerprint, tenant_salt, adapter)
+
+        scheduler = Scheduler(config.scheduler, cache, self._clock, namespace_of=namespace_of, max_model_len=engine.max_model_len)
+        pins = Pins(cache=cache, scheduler=scheduler, recipes=storage.recipe_book, observer=storage, namespace_of=namespace_of)
+        reports = Reports(
+            facts=self._facts,
+            scheduler=scheduler,
+            cache=cache,
+            observer=storage,
+            pins=pins,
+            clock=self._clock,
+            executor_stats=lambda: engine.facts,
+        )
+        self._outbox.put(
+            [
+                Hello(
+                    self._instance,
+                    engine.model,
+                    engine.fingerprint,
+                    engine.vocab_size,
+                    engine.max_model_len,
+                    config.cache.block_size_tokens,
+                    config.scheduler.max_choices,
+                )
+            ]
+        )
+        self._loop = EngineLoop(
+            inbox=self._inbox,
+            outbox=self._outbox,
+            scheduler=scheduler,
+            cache=cache,
+            executor=engine.executor,
+            observer=storage,
+            pins=pins,
+            reports=reports,
+            clock=self._clock,
+            max_steps_in_flight=config.engine.max_steps_in_flight,
+            drain_timeout_s=config.engine.drain_timeout_s,
+            log_steps=config.observe.log_steps,
+            on_progress=self._manager.on_round,
+            on_state=lambda state: self._on_state(state, storage),
+        )
+        # What lives until the end is not looked at again by the collector: its pauses then depend on the requests alone.
+        gc.collect()
+        gc.freeze()
+        return self._loop.run(work)
+
+    def _rehydrate(self, storage: Storage, engine: _Engine, cache: CacheManager) -> StartWork:
+        """Weights and blocks side by side; then the warm-up. What is left of the start is the loop's."""
+        config = self._config
+        started = self._clock.monotonic()
+        loading = _Loading(engine.load, self._manager)
+        loading.start()
+        self._publish(State.REHYDRATING)
+        deadline_s = started + config.storage.rehydrate_timeout_s
+        bar = Progress("rehydrating")
+
+        def progress(done: int, total: int) -> None:
+            bar.update(done, total)
+            self._manager.progress(f"rehydrating: {done} of {total} blocks")
+
+        report = storage.rehydrate(cache, engine.executor, deadline_s, progress)
+        bar.close()
+        self._facts.rehydration = report.as_dict()
+        self._facts.startup["rehydrate"] = self._since(started)
+        loading.finish()
+        self._facts.startup["weights_and_warm_up"] = self._since(started)
+        self._log.info("rehydrated", **report.as_dict())
+        now = self._clock.monotonic()
+        return StartWork(
+            recipes=self._current_recipes(storage.recipe_book.recipes()) if report.recompute_pins else {},
+            recompute=report.recompute,
+            pins_deadline_s=deadline_s,
+            recompute_deadline_s=min(deadline_s, now + config.storage.recompute_budget_s),
+        )
+
+    def _current_recipes(self, recipes: dict[str, Recipe]) -> dict[str, Recipe]:
+        """The recipes with the ids that this model's tokenizer gives; those made of another tokenizer's ids alone are left out, and logged."""
+        if not recipes:
+            return {}
+        text = load_text_model(self._text_source)
+        current = {}
+        for name, recipe in recipes.items():
+            token_ids = recipe.token_ids if recipe.tokenizer_digest == text.digest else self._render(recipe, text)
+            if token_ids is None:
+                self._log.warning("pin_not_computed", name=name, reason="made of ids of another tokenizer; pin it again from text or messages")
+            else:
+                current[name] = msgspec.structs.replace(recipe, token_ids=token_ids)
+        return current
+
+    def _render(self, recipe: Recipe, text: TextModel) -> bytes | None:
+        from kvd.text.model import TextError
+        from kvd.types import pack_tokens
+
+        try:
+            if recipe.messages is not None:
+                return pack_tokens(text.system_prefix(recipe.messages, date=self._config.transport.template_date, args=recipe.template_args))
+            if recipe.text is not None:
+                return pack_tokens(text.encode(recipe.text))
+        except TextError as error:
+            self._log.warning("pin_not_rendered", name=recipe.name, error=str(error))
+        return None
+
+    # -------------------------------------------------------------------------------- state, signals, failures
+
+    def _publish(self, state: State) -> None:
+        status = starting_report(self._facts, self._clock, state)
+        self._outbox.put([Snapshot(state, status, {"uptime_s": status["uptime_s"]}, 1.0)])
+
+    def _on_state(self, state: State, storage: Storage) -> None:
+        if state is State.READY:
+            storage.mark_ready()
+            self._facts.startup["total"] = self._since(self._facts.started_monotonic_s)
+            self._log.info("ready", **{f"{key}_s": value for key, value in self._facts.startup.items()})
+        else:
+            self._log.info(state.value)
+        self._manager.on_state(state, state.value)
+
+    def _since(self, started_s: float) -> float:
+        return round(self._clock.monotonic() - started_s, 3)
+
+    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        self._num_signals += 1
+        if self._num_signals > 1:
+            os._exit(128 + signum)
+        if self._loop is None:
+            raise _StopDuringStart
+        self._loop.request_drain()
+
+    def _on_frontend_failure(self, message: str) -> None:
+        """On the edge's thread: without an edge nobody can be served, so end and be restarted."""
+        self._failure = message
+        self._log.error("frontend_failed", error=message)
+        if self._loop is None:
+            os._exit(EXIT_SOFTWARE)
+        self._loop.request_drain()
+
+
+class _Loading(threading.Thread):
+    """Loads the weights beside the rehydration."""
+
+    def __init__(self, load: Callable[[Callable[[int, int], None]], None], manager: _Manager) -> None:
+        super().__init__(name="kvd-weights", daemon=True)
+        self._load = load
+        self._manager = manager
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        bar = Progress("loading weights")
+
+        def progress(done: int, total: int) -> None:
+            bar.update(done, total)
+            self._manager.progress(f"loading weights: {done * 100 // max(total, 1)} %")
+
+        try:
+            self._load(progress)
+        except BaseException as error:  # handed to the thread that waits
+            self._error = error
+        finally:
+            bar.close()
+
+    def finish(self) -> None:
+        """Wait for the end; raises what the loading raised."""
+        self.join()
+        if self._error is not None:
+            raise self._error
