@@ -62,7 +62,7 @@ class Settings:
     origins: Mapping[str, str]
 
 
-def keys() -> Iterator[Key]:
+def all_keys() -> Iterator[Key]:
     """Every key, in the order of ``kvd.config``."""
     for section, room in _rooms().items():
         for field in dataclasses.fields(room):
@@ -89,7 +89,7 @@ def load(
     Raises:
         ConfigError: a wrong key or value; the message names it, where it stands and what is allowed.
     """
-    known = {key.name: key for key in keys()}
+    known = {key.name: key for key in all_keys()}
     if config_file is None and environ.get("KVD_CONFIG"):
         config_file = Path(environ["KVD_CONFIG"])
     _check_variables(environ, known)
@@ -123,7 +123,7 @@ def render(settings: Settings) -> str:
     """The configuration as TOML, each value with its origin in a comment."""
     lines: list[str] = []
     section = ""
-    for key in keys():
+    for key in all_keys():
         if key.section != section:
             section = key.section
             lines.append(f"\n[{section}]" if lines else f"[{section}]")
