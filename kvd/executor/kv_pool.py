@@ -1,0 +1,109 @@
+"""The paged KV pool of one KV group: one contiguous tensor, block-major, so that a block is one run of bytes.
+
+Shape ``[num_blocks, num_layers, 2, block_size_tokens, num_kv_heads, head_dim]``; a pool row is opaque outside the executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kvd.types import BlockId
+
+LAYOUT = "block[layer,kv,position,kv_head,head_dim].v1"
+"""Names the order inside a row; part of the fingerprint."""
+
+
+class KvShape(Protocol):
+    """The part of a model's spec that shapes its KV."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
+def row_bytes(spec: KvShape, dtype: torch.dtype, block_size_tokens: int) -> int:
+    """Bytes of one block over all layers."""
+    return spec.num_layers * 2 * block_size_tokens * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+
+class KvPool:
+    """``num_blocks`` rows of KV on ``device``, zero at first and with every page touched.
+
+    Raises:
+        RuntimeError: torch could not allocate the pool.
+    """
+
+    layout = LAYOUT
+
+    def __init__(self, spec: KvShape, num_blocks: int, block_size_tokens: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.num_blocks = num_blocks
+        self.num_layers = spec.num_layers
+        self.num_kv_heads = spec.num_kv_heads
+        self.head_dim = spec.head_dim
+        self.block_size_tokens = block_size_tokens
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.row_bytes = row_bytes(spec, dtype, block_size_tokens)
+        shape = (num_blocks, spec.num_layers, 2, block_size_tokens, spec.num_kv_heads, spec.head_dim)
+        # fill_ and not torch.zeros: calloc would leave the pages to the first request
+        self._blocks = torch.empty(shape, dtype=dtype, device=self.device).fill_(0)
+        self._rows = self._blocks.view(num_blocks, -1).view(torch.uint8)
+        self.planes = self._blocks.view(num_blocks * spec.num_layers * 2, -1)
+        """K or V of one layer of one block a row: ``(block * num_layers + layer) * 2 + kv``, kv 0 for K."""
+        self.positions = self._blocks.view(-1, spec.num_kv_heads * spec.head_dim)
+        """K or V of one position a row: ``plane * block_size_tokens + offset``."""
+
+    def read_blocks(self, block_ids: Sequence[BlockId], memory: memoryview) -> None:
+        """Copy rows into writable ``memory``, ``len(block_ids) * row_bytes`` long, byte for byte.
+
+        Raises:
+            IndexError: no such block.
+        """
+        ids = self._checked(block_ids)
+        target = np.frombuffer(memory, dtype=np.uint8).reshape(len(ids), self.row_bytes)
+        if self.device.type == "cpu":
+            np.take(self._rows.numpy(), ids, axis=0, out=target, mode="clip")  # ids are checked; clip alone writes unbuffered
+        else:
+            torch.from_numpy(target).copy_(self._rows.index_select(0, self._ids(ids)))
+
+    def write_blocks(self, block_ids: Sequence[BlockId], memory: memoryview) -> None:
+        """Copy ``memory`` into rows, byte for byte.
+
+        Raises:
+            IndexError: no such block.
+        """
+        ids = self._checked(block_ids)
+        source = np.frombuffer(memory, dtype=np.uint8).reshape(len(ids), self.row_bytes)
+        if self.device.type == "cpu":
+            self._rows.numpy()[ids] = source
+        else:
+            self._rows.index_copy_(0, self._ids(ids), torch.from_numpy(source.copy()).to(self.device))
+
+    def copy_blocks(self, sources: Sequence[BlockId], targets: Sequence[BlockId]) -> None:
+        """Copy whole blocks; every source is read before any target is written. Targets are distinct."""
+        if sources:
+            rows = self._rows.index_select(0, self._ids(self._checked(sources)))
+            self._rows.index_copy_(0, self._ids(self._checked(targets)), rows)
+
+    def clear_blocks(self, block_ids: np.ndarray) -> None:
+        """Zero whole blocks, so that nothing of their last use (a NaN least of all) is left behind positions not yet written."""
+        if len(block_ids):
+            self._rows.index_fill_(0, self._ids(block_ids), 0)
+
+    def _checked(self, block_ids: Sequence[BlockId]) -> np.ndarray:
+        ids = np.asarray(block_ids, dtype=np.int64)
+        if len(ids) and not (ids.min() >= 0 and ids.max() < self.num_blocks):
+            raise IndexError(f"block ids {ids.min()}..{ids.max()} of a pool of {self.num_blocks}")
+        return ids
+
+    def _ids(self, ids: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(ids).to(self.device)
