@@ -53,7 +53,7 @@ def fetch(url: str, target: Path, sha256: str, progress: Progress, *, context: s
         _transfer(url, file, progress, context)
         got = _digest(file)
         if got != sha256 and resumed:  # the part may be another edition's: once more from the start
-            file.truncate(0)
+            _empty(file)
             _transfer(url, file, progress, context)
             got = _digest(file)
         if got != sha256:
@@ -145,7 +145,7 @@ def _attempt(url: str, file: IO[bytes], progress: Progress, context: ssl.SSLCont
         return True  # nothing is left to load; the digest decides
     with response:
         if start and not _continues(response, start):
-            file.truncate(0)
+            _empty(file)
             start = 0
         length = response.headers.get("Content-Length")
         total = start + int(length) if length else 0
@@ -160,6 +160,11 @@ def _continues(response: Any, start: int) -> bool:
     """Whether the server sends the part from ``start`` on, not the whole."""
     content_range = response.headers.get("Content-Range", "")
     return bool(response.status == http.HTTPStatus.PARTIAL_CONTENT and content_range.startswith(f"bytes {start}-"))
+
+
+def _empty(file: IO[bytes]) -> None:
+    file.seek(0)
+    file.truncate()
 
 
 def _digest(file: IO[bytes]) -> str:
