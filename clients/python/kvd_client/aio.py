@@ -1,0 +1,295 @@
+"""The asyncio client: the same session and the same thread as the synchronous one, with futures and async iterators on top."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections.abc import AsyncIterator, Mapping
+from types import TracebackType
+from typing import Any, Literal, Self, Unpack, overload
+
+from kvd_client import operations
+from kvd_client.calls import Answer, Call, CreditWindow, Deliver, Delivery, Reply
+from kvd_client.endpoints import default_endpoint
+from kvd_client.errors import ClientClosed, KvdError
+from kvd_client.io_thread import IoThread, load_curve_keys
+from kvd_client.protocol.messages import HelloReply
+from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, generate_message, prompt_body
+from kvd_client.results import CheckpointResult, Chunk, Completion, PingResult, PinResult
+from kvd_client.session import Session, SessionConfig
+
+
+class AsyncClient:
+    """A connection to a kvd daemon, for asyncio.
+
+    Arguments, timeouts, errors and the behaviour over a restart are those of :class:`kvd_client.client.Client`. Calls run side by side over one
+    connection; cancelling the task that waits for a call aborts it in the daemon. May be used from several event loops: each call belongs to the
+    loop that it was made on. Making a client needs no running loop and never blocks.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        timeout_s: float = 600.0,
+        connect_timeout_s: float = 10.0,
+        reconnect_timeout_s: float = 60.0,
+        wait_until_ready: bool = True,
+        heartbeat_interval_s: float = 5.0,
+        heartbeat_timeout_s: float = 20.0,
+        server_key: str | None = None,
+        client_key_file: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.endpoint = endpoint or default_endpoint()
+        self.timeout_s = timeout_s
+        config = SessionConfig(
+            connect_timeout_s=connect_timeout_s,
+            reconnect_timeout_s=reconnect_timeout_s,
+            heartbeat_interval_s=heartbeat_interval_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            wait_until_ready=wait_until_ready,
+        )
+        curve = load_curve_keys(server_key, client_key_file) if server_key else None
+        self._io = IoThread(self.endpoint, Session(config), curve)
+        self._finalizer = weakref.finalize(self, self._io.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End every call of this client with ``ClientClosed``, and its connection. Calling it again does nothing."""
+        await asyncio.to_thread(self._finalizer)
+
+    # --------------------------------------------------------------------------------------------------- generation
+
+    @overload
+    async def generate(
+        self, prompt: Prompt, *, stream: Literal[False] = False, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion: ...
+    @overload
+    async def generate(
+        self, prompt: Prompt, *, stream: Literal[True], timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncStream: ...
+    async def generate(
+        self, prompt: Prompt, *, stream: bool = False, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion | AsyncStream:
+        """Continue raw text or token ids, without a chat template.
+
+        Args:
+            prompt: text or token ids.
+            stream: return at once, with an async iterator over the answer as it comes; else wait for the whole.
+            timeout_s: until the call must be over, a stream's reading included; None: the client's own.
+            options: see :class:`kvd_client.requests.GenerateOptions`.
+        """
+        return await self._generate(*prompt_body(prompt), stream, timeout_s, options)
+
+    @overload
+    async def chat(
+        self, messages: ChatMessages, *, stream: Literal[False] = False, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion: ...
+    @overload
+    async def chat(
+        self, messages: ChatMessages, *, stream: Literal[True], timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncStream: ...
+    async def chat(
+        self, messages: ChatMessages, *, stream: bool = False, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion | AsyncStream:
+        """Answer a conversation, rendered with the model's chat template.
+
+        Args:
+            messages: ``{"role": …, "content": …}`` maps, oldest first.
+            stream: return at once, with an async iterator over the answer as it comes; else wait for the whole.
+            timeout_s: until the call must be over, a stream's reading included; None: the client's own.
+            options: see :class:`kvd_client.requests.GenerateOptions`.
+        """
+        return await self._generate(*prompt_body(None, messages), stream, timeout_s, options)
+
+    # --------------------------------------------------------------------------------------------------- operations
+
+    async def pin(
+        self,
+        name: str,
+        prompt: Prompt | None = None,
+        *,
+        messages: ChatMessages | None = None,
+        priority: int = 50,
+        cache_salt: bytes = b"",
+        template_args: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> PinResult:
+        """Compute a prefix, keep it in memory and on disk, and bring it back first after every restart; see ``Client.pin``."""
+        operation = operations.pin(name, prompt, messages, priority=priority, cache_salt=cache_salt, template_args=template_args or {})
+        return operations.pin_result(name, await self._call(operation, timeout_s))
+
+    async def unpin(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Forget a pin; its blocks stay cached like others. Raises ``NotFound`` where there is none of this name."""
+        await self._call(operations.unpin(name), timeout_s)
+
+    async def prefixes(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """The pins and the hottest prefixes: tokens, hits, residency, age."""
+        return (await self._call(operations.prefixes(), timeout_s)).data
+
+    async def status(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """State, model, requests, blocks, store and rehydration. Answered in every state of the daemon."""
+        return (await self._call(operations.status(), timeout_s)).data
+
+    async def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """Counters since the daemon's start, and rates. Answered in every state of the daemon."""
+        return (await self._call(operations.stats(), timeout_s)).data
+
+    async def checkpoint(self, *, timeout_s: float | None = None) -> CheckpointResult:
+        """Have every hot block written to disk; returns when that is durable."""
+        return operations.checkpoint_result(await self._call(operations.checkpoint(), timeout_s))
+
+    async def drain(self, drain_timeout_s: float | None = None, *, timeout_s: float | None = None) -> None:
+        """Stop the daemon gracefully; returns when it has stopped accepting. Running requests are aborted after ``drain_timeout_s``."""
+        await self._call(operations.drain(drain_timeout_s), timeout_s)
+
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: ChatMessages | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> tuple[int, ...]:
+        """The token ids of a text, or of a rendered conversation."""
+        return operations.tokenize_result(await self._call(operations.tokenize(prompt, messages, template_args or {}), timeout_s))
+
+    async def ping(self, *, timeout_s: float | None = None) -> PingResult:
+        """Whether the daemon's edge answers, its state, and how long that takes. Answered in every state."""
+        return operations.ping_result(await self._call(operations.ping(), timeout_s))
+
+    async def hello(self, *, timeout_s: float | None = None) -> HelloReply:
+        """The daemon's version, instance, limits and model. Answered in every state; model facts are empty until they are known."""
+        return operations.hello_result(await self._call(operations.hello(), timeout_s))
+
+    async def wait_ready(self, *, timeout_s: float | None = None) -> PingResult:
+        """Wait for a daemon at the endpoint, and until it is ready for requests."""
+        return operations.ping_result(await self._call(operations.wait_ready(), timeout_s))
+
+    # ------------------------------------------------------------------------------------------------------- private
+
+    async def _generate(
+        self, kind: str, body: bytes, stream: bool, timeout_s: float | None, options: GenerateOptions
+    ) -> Completion | AsyncStream:
+        message = generate_message(kind, stream=stream, options=options)
+        deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
+        call = Call(message, body, deliver=_deliver_to(deliveries), answer=Answer(message.n, stream=stream))
+        self._open(call, timeout_s)
+        if stream:
+            return AsyncStream(self._io, call, deliveries, message.credit)
+        completion = await self._last(call, deliveries)
+        assert isinstance(completion, Completion)
+        return completion
+
+    async def _call(self, operation: operations.Operation, timeout_s: float | None) -> Reply:
+        deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
+        call = operation.call(_deliver_to(deliveries))
+        self._open(call, timeout_s)
+        reply = await self._last(call, deliveries)
+        assert isinstance(reply, Reply)
+        return reply
+
+    def _open(self, call: Call, timeout_s: float | None) -> None:
+        call.timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        self._io.open(call)
+
+    async def _last(self, call: Call, deliveries: asyncio.Queue[Delivery]) -> Delivery:
+        try:
+            delivery = await deliveries.get()
+        except BaseException:  # the task was cancelled
+            self._io.cancel(call)
+            raise
+        if isinstance(delivery, KvdError):
+            raise delivery
+        return delivery
+
+
+def _deliver_to(deliveries: asyncio.Queue[Delivery]) -> Deliver:
+    """Bring deliveries from the client's thread into the running loop. Its queue is bounded by the stream's credit."""
+    loop = asyncio.get_running_loop()
+
+    def deliver(delivery: Delivery) -> None:
+        try:
+            loop.call_soon_threadsafe(deliveries.put_nowait, delivery)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            if not loop.is_closed():
+                raise
+
+    return deliver
+
+
+class AsyncStream(AsyncIterator[Chunk]):
+    """An answer as it comes: an async iterator over its chunks.
+
+    Read it to its end, or ``aclose`` it (or leave an ``async with`` block, cancel the reading task, or drop it): then the daemon aborts the request.
+    Not more than ``window_tokens`` wait unread; while they do, the daemon does not compute further ones. After the end :attr:`completion` is the whole.
+    """
+
+    def __init__(self, io: IoThread, call: Call, deliveries: asyncio.Queue[Delivery], window_tokens: int) -> None:
+        self._io = io
+        self._call = call
+        self._deliveries = deliveries
+        self._window = CreditWindow(window_tokens)
+        self._completion: Completion | None = None
+        self._is_over = False
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer, once the stream has been read to its end.
+
+        Raises:
+            RuntimeError: it has not.
+        """
+        if self._completion is None:
+            raise RuntimeError("the stream has not been read to its end")
+        return self._completion
+
+    async def __anext__(self) -> Chunk:
+        """The next piece; waits for it.
+
+        Raises:
+            KvdError: the request failed, once; afterwards the iterator is at its end.
+        """
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            delivery = await self._deliveries.get()
+        except BaseException:  # the task was cancelled
+            self._cancel()
+            raise
+        if isinstance(delivery, Chunk):
+            if granted := self._window.read(len(delivery.token_ids)):
+                self._io.grant(self._call, granted)
+            return delivery
+        self._is_over = True
+        if isinstance(delivery, KvdError):
+            raise delivery
+        assert isinstance(delivery, Completion)
+        self._completion = delivery
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Abort the request if it still runs. A task that waits for the next chunk gets ``ClientClosed``."""
+        if not self._is_over:
+            self._cancel()
+            self._deliveries.put_nowait(ClientClosed("the stream was closed"))
+
+    def _cancel(self) -> None:
+        self._is_over = True
+        self._io.cancel(self._call)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            self._cancel()

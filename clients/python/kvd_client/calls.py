@@ -1,0 +1,236 @@
+"""One call each: what was asked of the daemon, and how far its answer has come.
+
+A call is made by the client, then belongs to the session (``session.py``), which alone changes it. What comes of it is handed to
+``deliver``: any number of :class:`Chunk` (streams only), then exactly one last delivery.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvd_client.errors import KvdError
+from kvd_client.protocol import codec
+from kvd_client.protocol.messages import (
+    Checkpoint,
+    Drain,
+    Finished,
+    Generate,
+    Hello,
+    HelloReply,
+    Pin,
+    Ping,
+    Pong,
+    Prefixes,
+    Stats,
+    Status,
+    Tokenize,
+    TokenLogprob,
+    Tokens,
+    Unpin,
+)
+from kvd_client.results import Choice, Chunk, Completion, unpack_tokens
+
+OperationMessage = Pin | Unpin | Prefixes | Tokenize | Status | Stats | Checkpoint | Drain | Ping | Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to an operation: the map of a ``result`` with the bodies after it, a ``pong`` or a ``hello_reply``."""
+
+    data: dict[str, Any]
+    bodies: Sequence[bytes] = ()
+    message: Pong | HelloReply | None = None
+    round_trip_s: float = 0.0
+
+
+Delivery = Chunk | Completion | Reply | KvdError
+Deliver = Callable[[Delivery], None]
+
+
+class TokensLostError(Exception):
+    """The daemon sent tokens that did not arrive: the stream has a hole."""
+
+
+class AnswerError(Exception):
+    """The daemon's message about this request can't be right."""
+
+
+class Call:
+    """One message to the daemon and what it is answered with: a generation where it has an ``answer``, else an operation.
+
+    Args:
+        message: without its id, which the session gives.
+        bodies: the frames after the header.
+        deliver: takes what comes of the call; must neither block nor raise.
+        timeout_s: from the moment the session takes the call; ``math.inf`` for no limit.
+        answer: collects the tokens of a generation.
+        resend: whether it may be sent again after a daemon vanished that may have received it.
+        patient: whether it waits for a daemon longer than the session's connect and reconnect timeouts.
+        until_ready: a ping that repeats itself until the daemon says ``ready``.
+    """
+
+    def __init__(
+        self,
+        message: Generate | OperationMessage,
+        *bodies: bytes,
+        deliver: Deliver,
+        timeout_s: float = math.inf,
+        answer: Answer | None = None,
+        resend: bool = True,
+        patient: bool = False,
+        until_ready: bool = False,
+    ) -> None:
+        self.message = message
+        self.bodies = bodies
+        self.timeout_s = timeout_s
+        self.deliver = deliver
+        self.answer = answer
+        self.resend = resend
+        self.patient = patient
+        self.until_ready = until_ready
+        self.key: bytes | int = b""
+        """Its id on the wire: request id, operation id, or the nonce of a ping or hello."""
+        self.is_on_wire = False
+        """Sent on this connection, and neither answered nor refused since."""
+        self.num_sends = 0
+        """How often it was sent under this id to this instance of the daemon."""
+        self.num_lost = 0
+        """How many connections went away while it was on the wire."""
+        self.resend_at: float | None = None
+        self.sent_at = 0.0
+        self.last_refusal: KvdError | None = None
+
+    @property
+    def has_delivered(self) -> bool:
+        """Whether the caller has been given a part of the answer."""
+        return self.answer is not None and self.answer.num_delivered > 0
+
+    def frames(self) -> list[bytes]:
+        """The message under the present id.
+
+        Raises:
+            ProtocolError: its header is too long.
+        """
+        return codec.encode(with_id(self.message, self.key), *self.bodies)
+
+
+def with_id(message: Generate | OperationMessage, key: bytes | int) -> Generate | OperationMessage:
+    """The message with its request id, operation id or nonce."""
+    match message:
+        case Hello():
+            return message
+        case Ping():
+            return msgspec.structs.replace(message, nonce=key)
+        case Generate():
+            return msgspec.structs.replace(message, request_id=key)
+        case _:
+            return msgspec.structs.replace(message, op_id=key)
+
+
+class _ChoiceState:
+    __slots__ = ("logprobs", "texts", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids: array[int] = array("I")
+        self.texts: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+
+
+class Answer:
+    """What has come of a generation, by choice.
+
+    Args:
+        num_choices: the request's ``n``.
+        stream: whether each message of tokens is delivered as it comes; else only the whole completion is, and until then the request can be
+            asked anew without anybody noticing.
+    """
+
+    def __init__(self, num_choices: int, *, stream: bool) -> None:
+        self.stream = stream
+        self.num_delivered = 0
+        self._choices = [_ChoiceState() for _ in range(num_choices)]
+
+    def forget(self) -> None:
+        """Be as if nothing had come yet."""
+        assert not self.num_delivered
+        self._choices = [_ChoiceState() for _ in self._choices]
+
+    def take_tokens(self, message: Tokens, bodies: Sequence[bytes]) -> Chunk | None:
+        """Append tokens; what a stream delivers of them.
+
+        Raises:
+            TokensLostError: tokens before these are missing.
+            AnswerError: the message contradicts the request or itself.
+        """
+        if not 0 <= message.choice < len(self._choices):
+            raise AnswerError(f"tokens of choice {message.choice}, the request has {len(self._choices)}")
+        try:
+            token_ids = unpack_tokens(bodies[0])
+            text = bodies[1].decode() if len(bodies) > 1 else ""
+        except (IndexError, ValueError) as error:
+            raise AnswerError(f"bad body of a tokens message: {error}") from error
+        state = self._choices[message.choice]
+        num_known = len(state.token_ids)
+        if message.first_index < num_known:
+            return None  # delivered twice
+        if message.first_index > num_known:
+            raise TokensLostError
+        state.token_ids.extend(token_ids)
+        state.texts.append(text)
+        state.logprobs.extend(message.logprobs)
+        if not self.stream:
+            return None
+        self.num_delivered += 1
+        return Chunk(message.choice, num_known, tuple(token_ids), text, message.logprobs)
+
+    def last_chunks(self, message: Finished) -> list[Chunk]:
+        """What a stream delivers before its completion: for each choice the rest of its text and why it ended."""
+        if not self.stream:
+            return []
+        return [
+            Chunk(end.choice, len(self._choices[end.choice].token_ids), (), end.text_tail, (), end.finish_reason) for end in message.choices
+        ]
+
+    def complete(self, message: Finished) -> Completion:
+        """The whole answer.
+
+        Raises:
+            TokensLostError: fewer tokens came than the daemon counts.
+            AnswerError: a choice is missing or unknown.
+        """
+        ends = sorted(message.choices, key=lambda end: end.choice)
+        if [end.choice for end in ends] != list(range(len(self._choices))):
+            raise AnswerError(f"finished with choices {[end.choice for end in ends]} of {len(self._choices)}")
+        choices = []
+        for state, end in zip(self._choices, ends, strict=True):
+            if len(state.token_ids) < end.num_tokens:
+                raise TokensLostError
+            token_ids, logprobs = tuple(state.token_ids[: end.num_tokens]), tuple(state.logprobs[: end.num_tokens])
+            choices.append(Choice(end.choice, "".join(state.texts) + end.text_tail, token_ids, end.finish_reason, logprobs))
+        return Completion(message.request_id, tuple(choices), message.usage, message.timings, message.seed)
+
+
+class CreditWindow:
+    """The reader's side of stream credit: says when read tokens are worth a ``credit`` message.
+
+    At most ``num_tokens`` are unread at any time; half of a window is given back at once, so that the daemon never waits for a reader that
+    keeps up.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self._threshold = max(1, num_tokens // 2)
+        self._unreturned = 0
+
+    def read(self, num_tokens: int) -> int:
+        """Count tokens as read; the credit to grant now, mostly 0."""
+        self._unreturned += num_tokens
+        if self._unreturned < self._threshold:
+            return 0
+        granted, self._unreturned = self._unreturned, 0
+        return granted

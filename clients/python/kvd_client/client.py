@@ -1,0 +1,319 @@
+"""The synchronous client."""
+
+from __future__ import annotations
+
+import os
+import queue
+import weakref
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal, Self, Unpack, overload
+
+from kvd_client import operations
+from kvd_client.calls import Answer, Call, CreditWindow, Delivery, Reply
+from kvd_client.endpoints import default_endpoint
+from kvd_client.errors import ClientClosed, KvdError
+from kvd_client.io_thread import IoThread, load_curve_keys
+from kvd_client.protocol.messages import HelloReply
+from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, generate_message, prompt_body
+from kvd_client.results import CheckpointResult, Chunk, Completion, PingResult, PinResult
+from kvd_client.session import Session, SessionConfig
+
+
+class Client:
+    """A connection to a kvd daemon, for threads.
+
+    Making one never blocks and never fails for want of a daemon; the first call waits for it. Every method may be called from any thread at any time;
+    calls run side by side over one connection. A :class:`Stream` is read by one thread at a time. ``close`` (or leaving the ``with`` block)
+    fails what still runs with ``ClientClosed``. A client does not survive ``fork``: make one in each process.
+
+    Every call takes ``timeout_s``: seconds until the call must be over, waiting for a daemon, retries and the whole of a stream included; None is the
+    client's own, ``math.inf`` no limit. Afterwards it raises ``Timeout`` and the daemon is told to abort. Every error is a
+    :class:`kvd_client.errors.KvdError`.
+
+    A restart of the daemon is waited through: a call that the caller has seen nothing of yet is sent to the new daemon, also after ``starting``
+    and ``draining``. A stream that has given out a chunk raises ``Interrupted``; ``checkpoint`` and ``drain`` raise ``ConnectionLost``.
+
+    Args:
+        endpoint: ``ipc://PATH`` or ``tcp://HOST:PORT``; None: :func:`kvd_client.endpoints.default_endpoint`.
+        timeout_s: limit of calls that name none; ``math.inf`` for no limit.
+        connect_timeout_s: how long calls wait for the first answer of a daemon before ``ConnectionLost``.
+        reconnect_timeout_s: the same once there has been a daemon; long enough for a restart. ``wait_ready`` heeds neither.
+        wait_until_ready: whether calls wait while the daemon says ``starting`` or ``draining``; else they raise ``NotReady`` and ``Draining``.
+        heartbeat_interval_s: seconds between two pings, also when nothing else is going on.
+        heartbeat_timeout_s: silence after a ping that counts as a lost connection.
+        server_key: the daemon's public CURVE key (Z85), for endpoints that demand CURVE.
+        client_key_file: the client's secret key file, as ``zmq.auth.create_certificates`` writes it; None: a key pair made now.
+
+    Raises:
+        ValueError: the endpoint or a key is malformed.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        timeout_s: float = 600.0,
+        connect_timeout_s: float = 10.0,
+        reconnect_timeout_s: float = 60.0,
+        wait_until_ready: bool = True,
+        heartbeat_interval_s: float = 5.0,
+        heartbeat_timeout_s: float = 20.0,
+        server_key: str | None = None,
+        client_key_file: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.endpoint = endpoint or default_endpoint()
+        self.timeout_s = timeout_s
+        config = SessionConfig(
+            connect_timeout_s=connect_timeout_s,
+            reconnect_timeout_s=reconnect_timeout_s,
+            heartbeat_interval_s=heartbeat_interval_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            wait_until_ready=wait_until_ready,
+        )
+        curve = load_curve_keys(server_key, client_key_file) if server_key else None
+        self._io = IoThread(self.endpoint, Session(config), curve)
+        self._finalizer = weakref.finalize(self, self._io.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every call of this client and its connection. Calling it again does nothing."""
+        self._finalizer()
+
+    # --------------------------------------------------------------------------------------------------- generation
+
+    @overload
+    def generate(
+        self, prompt: Prompt, *, stream: Literal[False] = False, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self, prompt: Prompt, *, stream: Literal[True], timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Stream: ...
+    def generate(
+        self, prompt: Prompt, *, stream: bool = False, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion | Stream:
+        """Continue raw text or token ids, without a chat template.
+
+        Args:
+            prompt: text or token ids.
+            stream: return at once, with an iterator over the answer as it comes; else wait for the whole.
+            timeout_s: see the class.
+            options: see :class:`kvd_client.requests.GenerateOptions`.
+        """
+        return self._generate(*prompt_body(prompt), stream, timeout_s, options)
+
+    @overload
+    def chat(
+        self, messages: ChatMessages, *, stream: Literal[False] = False, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self, messages: ChatMessages, *, stream: Literal[True], timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Stream: ...
+    def chat(
+        self, messages: ChatMessages, *, stream: bool = False, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion | Stream:
+        """Answer a conversation, rendered with the model's chat template.
+
+        Args:
+            messages: ``{"role": …, "content": …}`` maps, oldest first.
+            stream: return at once, with an iterator over the answer as it comes; else wait for the whole.
+            timeout_s: see the class.
+            options: see :class:`kvd_client.requests.GenerateOptions`.
+        """
+        return self._generate(*prompt_body(None, messages), stream, timeout_s, options)
+
+    # --------------------------------------------------------------------------------------------------- operations
+
+    def pin(
+        self,
+        name: str,
+        prompt: Prompt | None = None,
+        *,
+        messages: ChatMessages | None = None,
+        priority: int = 50,
+        cache_salt: bytes = b"",
+        template_args: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> PinResult:
+        """Compute a prefix, keep it in memory and on disk, and bring it back first after every restart. Returns when that is durable.
+
+        Args:
+            name: replaces the pin of this name.
+            prompt: the prefix as text or ids; or
+            messages: the beginning of conversations, mostly one system message: what their renderings share is pinned.
+            priority: larger is rehydrated earlier.
+            cache_salt: as in the requests that will use it.
+            template_args: further variables of the chat template.
+            timeout_s: see the class.
+
+        Raises:
+            PinTooShort: less than one block.
+            PinCapacity: more than pins may hold.
+        """
+        operation = operations.pin(name, prompt, messages, priority=priority, cache_salt=cache_salt, template_args=template_args or {})
+        return operations.pin_result(name, self._call(operation, timeout_s))
+
+    def unpin(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Forget a pin; its blocks stay cached like others.
+
+        Raises:
+            NotFound: there is none of this name.
+        """
+        self._call(operations.unpin(name), timeout_s)
+
+    def prefixes(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """The pins and the hottest prefixes: tokens, hits, residency, age."""
+        return self._call(operations.prefixes(), timeout_s).data
+
+    def status(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """State, model, requests, blocks, store and rehydration. Answered in every state of the daemon."""
+        return self._call(operations.status(), timeout_s).data
+
+    def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """Counters since the daemon's start, and rates. Answered in every state of the daemon."""
+        return self._call(operations.stats(), timeout_s).data
+
+    def checkpoint(self, *, timeout_s: float | None = None) -> CheckpointResult:
+        """Have every hot block written to disk; returns when that is durable."""
+        return operations.checkpoint_result(self._call(operations.checkpoint(), timeout_s))
+
+    def drain(self, drain_timeout_s: float | None = None, *, timeout_s: float | None = None) -> None:
+        """Stop the daemon gracefully; returns when it has stopped accepting.
+
+        Args:
+            drain_timeout_s: after so long running requests are aborted; None: the daemon's own setting.
+            timeout_s: see the class.
+        """
+        self._call(operations.drain(drain_timeout_s), timeout_s)
+
+    def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: ChatMessages | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> tuple[int, ...]:
+        """The token ids of a text, or of a rendered conversation."""
+        return operations.tokenize_result(self._call(operations.tokenize(prompt, messages, template_args or {}), timeout_s))
+
+    def ping(self, *, timeout_s: float | None = None) -> PingResult:
+        """Whether the daemon's edge answers, its state, and how long that takes. Answered in every state."""
+        return operations.ping_result(self._call(operations.ping(), timeout_s))
+
+    def hello(self, *, timeout_s: float | None = None) -> HelloReply:
+        """The daemon's version, instance, limits and model. Answered in every state; model facts are empty until they are known."""
+        return operations.hello_result(self._call(operations.hello(), timeout_s))
+
+    def wait_ready(self, *, timeout_s: float | None = None) -> PingResult:
+        """Wait for a daemon at the endpoint, and until it is ready for requests."""
+        return operations.ping_result(self._call(operations.wait_ready(), timeout_s))
+
+    # ------------------------------------------------------------------------------------------------------- private
+
+    def _generate(self, kind: str, body: bytes, stream: bool, timeout_s: float | None, options: GenerateOptions) -> Completion | Stream:
+        message = generate_message(kind, stream=stream, options=options)
+        deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        call = Call(message, body, deliver=deliveries.put, answer=Answer(message.n, stream=stream))
+        self._open(call, timeout_s)
+        if stream:
+            return Stream(self._io, call, deliveries, message.credit)
+        completion = self._last(call, deliveries)
+        assert isinstance(completion, Completion)
+        return completion
+
+    def _call(self, operation: operations.Operation, timeout_s: float | None) -> Reply:
+        deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        call = operation.call(deliveries.put)
+        self._open(call, timeout_s)
+        reply = self._last(call, deliveries)
+        assert isinstance(reply, Reply)
+        return reply
+
+    def _open(self, call: Call, timeout_s: float | None) -> None:
+        call.timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        self._io.open(call)
+
+    def _last(self, call: Call, deliveries: queue.SimpleQueue[Delivery]) -> Delivery:
+        try:
+            delivery = deliveries.get()
+        except BaseException:  # Ctrl-C
+            self._io.cancel(call)
+            raise
+        if isinstance(delivery, KvdError):
+            raise delivery
+        return delivery
+
+
+class Stream(Iterator[Chunk]):
+    """An answer as it comes: an iterator over its chunks.
+
+    Read it to its end, or ``close`` it (or leave a ``with`` block, or drop it): then the daemon aborts the request. Not more than
+    ``window_tokens`` wait unread; while they do, the daemon does not compute further ones. After the end :attr:`completion` is the whole.
+    """
+
+    def __init__(self, io: IoThread, call: Call, deliveries: queue.SimpleQueue[Delivery], window_tokens: int) -> None:
+        self._io = io
+        self._call = call
+        self._deliveries = deliveries
+        self._window = CreditWindow(window_tokens)
+        self._completion: Completion | None = None
+        self._is_over = False
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer, once the stream has been read to its end.
+
+        Raises:
+            RuntimeError: it has not.
+        """
+        if self._completion is None:
+            raise RuntimeError("the stream has not been read to its end")
+        return self._completion
+
+    def __next__(self) -> Chunk:
+        """The next piece; waits for it.
+
+        Raises:
+            KvdError: the request failed, once; afterwards the iterator is at its end.
+        """
+        if self._is_over:
+            raise StopIteration
+        try:
+            delivery = self._deliveries.get()
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
+        if isinstance(delivery, Chunk):
+            if granted := self._window.read(len(delivery.token_ids)):
+                self._io.grant(self._call, granted)
+            return delivery
+        self._is_over = True
+        if isinstance(delivery, KvdError):
+            raise delivery
+        assert isinstance(delivery, Completion)
+        self._completion = delivery
+        raise StopIteration
+
+    def close(self) -> None:
+        """Abort the request if it still runs. From another thread it ends a waiting reader with ``ClientClosed``."""
+        if not self._is_over:
+            self._is_over = True
+            self._io.cancel(self._call)
+            self._deliveries.put(ClientClosed("the stream was closed"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,105 @@
+"""The operations, one maker of the question and one reader of the answer each; shared by both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvd_client.calls import Call, Deliver, OperationMessage, Reply
+from kvd_client.errors import InternalError
+from kvd_client.protocol.codes import Code
+from kvd_client.protocol.messages import Checkpoint, Drain, Hello, HelloReply, Ping, Pong, Prefixes, Stats, Status, Unpin
+from kvd_client.requests import ChatMessages, Prompt, pin_message, prompt_body, tokenize_message
+from kvd_client.results import CheckpointResult, PingResult, PinResult, unpack_tokens
+
+_NO_ID = bytes(16)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A question to the daemon and how it is treated on the way (see :class:`kvd_client.calls.Call`)."""
+
+    message: OperationMessage
+    bodies: tuple[bytes, ...] = ()
+    resend: bool = True
+    until_ready: bool = False
+
+    def call(self, deliver: Deliver) -> Call:
+        """Ask it once."""
+        return Call(self.message, *self.bodies, deliver=deliver, resend=self.resend, patient=self.until_ready, until_ready=self.until_ready)
+
+
+def pin(
+    name: str, prompt: Prompt | None, messages: ChatMessages | None, *, priority: int, cache_salt: bytes, template_args: Mapping[str, Any]
+) -> Operation:
+    kind, body = prompt_body(prompt, messages)
+    return Operation(pin_message(name, kind, priority=priority, cache_salt=cache_salt, template_args=template_args), (body,))
+
+
+def unpin(name: str) -> Operation:
+    return Operation(Unpin(op_id=_NO_ID, name=name))
+
+
+def prefixes() -> Operation:
+    return Operation(Prefixes(op_id=_NO_ID))
+
+
+def status() -> Operation:
+    return Operation(Status(op_id=_NO_ID))
+
+
+def stats() -> Operation:
+    return Operation(Stats(op_id=_NO_ID))
+
+
+def checkpoint() -> Operation:
+    """Not sent twice: another daemon has other blocks."""
+    return Operation(Checkpoint(op_id=_NO_ID), resend=False)
+
+
+def drain(drain_timeout_s: float | None) -> Operation:
+    """Not sent twice: it would stop the daemon that comes after."""
+    return Operation(Drain(op_id=_NO_ID, timeout_s=drain_timeout_s), resend=False)
+
+
+def tokenize(prompt: str | None, messages: ChatMessages | None, template_args: Mapping[str, Any]) -> Operation:
+    kind, body = prompt_body(prompt, messages)
+    return Operation(tokenize_message(kind, template_args), (body,))
+
+
+def ping() -> Operation:
+    return Operation(Ping())
+
+
+def hello() -> Operation:
+    return Operation(Hello())
+
+
+def wait_ready() -> Operation:
+    return Operation(Ping(), until_ready=True)
+
+
+def pin_result(name: str, reply: Reply) -> PinResult:
+    return PinResult(name, reply.data)
+
+
+def checkpoint_result(reply: Reply) -> CheckpointResult:
+    return CheckpointResult(num_blocks=int(reply.data.get("blocks", 0)), num_bytes=int(reply.data.get("bytes", 0)))
+
+
+def tokenize_result(reply: Reply) -> tuple[int, ...]:
+    try:
+        return tuple(unpack_tokens(reply.bodies[0]))
+    except (IndexError, ValueError) as error:
+        raise InternalError("the answer to tokenize has no token ids", code=Code.INTERNAL) from error
+
+
+def ping_result(reply: Reply) -> PingResult:
+    assert isinstance(reply.message, Pong)
+    return PingResult(reply.message.instance.hex(), reply.message.state, reply.round_trip_s)
+
+
+def hello_result(reply: Reply) -> HelloReply:
+    assert isinstance(reply.message, HelloReply)
+    return reply.message

@@ -1,0 +1,136 @@
+"""From Python arguments to messages: what ``Client`` and ``AsyncClient`` share of building calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
+
+from kvd_client.errors import BadRequest, TooLarge
+from kvd_client.protocol import codec
+from kvd_client.protocol.codes import Code
+from kvd_client.protocol.messages import Generate, Message, Pin, Sampling, Tokenize
+from kvd_client.results import pack_tokens
+
+ChatMessages = Sequence[Mapping[str, Any]]
+"""``{"role": "system" | "user" | "assistant" | …, "content": str, …}`` maps, oldest first."""
+
+Prompt = str | Sequence[int]
+"""Text, tokenised as it is, or token ids."""
+
+DEFAULT_WINDOW_TOKENS = 512
+
+M = TypeVar("M", bound=Message)
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Parameters of ``generate`` and ``chat``; those left out have the defaults given here.
+
+    Sampling, as in the OpenAI API and its peers: ``temperature`` (1.0; 0 is greedy), ``top_k`` (0: all), ``top_p`` (1.0), ``min_p`` (0.0),
+    ``repetition_penalty`` (1.0), ``presence_penalty`` (0.0), ``frequency_penalty`` (0.0), ``seed`` (None: the daemon draws one, see
+    ``Completion.seed``), ``logprobs`` (None: none; 0: of the sampled token; k: of the k most likely besides).
+
+    Length and end: ``max_tokens`` (None: what fits the model), ``min_tokens`` (0), ``stop`` (a string or several; not part of the text),
+    ``stop_token_ids``, ``ignore_eos`` (False).
+
+    ``n`` (1) asks for so many answers that share the prompt's computation. ``text`` (True): False sends ids alone. ``cache_salt`` (empty): only
+    requests with the same salt share cached prefixes. ``template_args``: further variables of the chat template. ``window_tokens`` (512): how
+    many tokens of a stream may wait unread before the daemon stops computing them.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    logprobs: int | None
+    max_tokens: int | None
+    min_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    n: int
+    text: bool
+    cache_salt: bytes
+    template_args: Mapping[str, Any]
+    window_tokens: int
+
+
+_SAMPLING = frozenset(Sampling.__struct_fields__)
+
+
+def generate_message(input_kind: str, *, stream: bool, options: GenerateOptions) -> Generate:
+    """The header of a generation. A stream states its credit; a whole answer leaves that to the daemon.
+
+    Raises:
+        TypeError: an unknown option.
+        BadRequest: an option that can't be sent.
+    """
+    unknown = options.keys() - GenerateOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"unknown option {min(unknown)!r}; there are {', '.join(GenerateOptions.__annotations__)}")
+    sampling: dict[str, Any] = {name: value for name, value in options.items() if name in _SAMPLING}
+    fields: dict[str, Any] = {name: value for name, value in options.items() if name not in _SAMPLING}
+    window_tokens = fields.pop("window_tokens", DEFAULT_WINDOW_TOKENS)
+    stop = fields.pop("stop", ())
+    n = fields.get("n", 1)
+    if not isinstance(n, int) or n < 1 or window_tokens < 1:
+        raise BadRequest("n and window_tokens are at least 1", code=Code.BAD_REQUEST)
+    return _checked(
+        Generate(
+            request_id=bytes(16),
+            input=input_kind,
+            sampling=Sampling(**sampling),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(fields.pop("stop_token_ids", ())),
+            # A step yields a token per choice: with less than two steps' worth the daemon would wait for every credit.
+            credit=max(window_tokens, 2 * n) if stream else 0,
+            template_args=dict(fields.pop("template_args", {})),
+            **fields,
+        )
+    )
+
+
+def pin_message(name: str, input_kind: str, *, priority: int, cache_salt: bytes, template_args: Mapping[str, Any]) -> Pin:
+    """The header of a pin."""
+    return _checked(
+        Pin(op_id=bytes(16), name=name, input=input_kind, priority=priority, cache_salt=cache_salt, template_args=dict(template_args))
+    )
+
+
+def tokenize_message(input_kind: str, template_args: Mapping[str, Any]) -> Tokenize:
+    """The header of ``tokenize``."""
+    return _checked(Tokenize(op_id=bytes(16), input=input_kind, template_args=dict(template_args)))
+
+
+def prompt_body(prompt: Prompt | None, messages: ChatMessages | None = None) -> tuple[str, bytes]:
+    """The ``input`` kind and the body frame of a prompt or of chat messages.
+
+    Raises:
+        TypeError: both or neither are given.
+        BadRequest: they can't be sent.
+    """
+    if (prompt is None) == (messages is None):
+        raise TypeError("give either a prompt or messages")
+    try:
+        if isinstance(prompt, str):
+            return "text", prompt.encode()
+        if prompt is not None:
+            return "ids", pack_tokens(prompt)
+        assert messages is not None
+        return "messages", codec.pack_body([dict(message) for message in messages])
+    except (UnicodeEncodeError, OverflowError, TypeError, ValueError) as error:
+        raise BadRequest(f"the prompt can't be sent: {error}", code=Code.BAD_REQUEST) from error
+
+
+def _checked(message: M) -> M:
+    """A message that will encode."""
+    try:
+        codec.encode(message)
+    except codec.ProtocolError as error:
+        raise TooLarge(str(error), code=Code.TOO_LARGE) from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadRequest(f"the request can't be sent: {error}", code=Code.BAD_REQUEST) from error
+    return message

@@ -1,0 +1,123 @@
+"""What calls return: completions, chunks of a stream and the answers of operations."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvd_client.protocol.messages import Timings, TokenLogprob, Usage
+
+__all__ = ["CheckpointResult", "Choice", "Chunk", "Completion", "PinResult", "PingResult", "Timings", "TokenLogprob", "Usage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the ``n`` answers to a prompt.
+
+    ``finish_reason`` is ``stop`` (end of sequence, stop string or stop id), ``length`` or ``aborted``. ``logprobs`` has one entry per token
+    where they were asked for, else none. ``text`` is empty where the request said ``text=False``.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer. ``text``, ``token_ids`` and ``finish_reason`` are those of the first choice.
+
+    ``seed`` is the one that was used, also where the daemon drew it: the same request with this seed gives the same tokens.
+    """
+
+    request_id: bytes
+    choices: tuple[Choice, ...]
+    usage: Usage
+    timings: Timings
+    seed: int
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.choices[0].finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of one choice of a stream.
+
+    ``first_index`` counts the choice's output tokens before this chunk. ``text`` is what became final with these tokens; it may lag behind
+    them by an unfinished character or a possible stop string. The last chunk of each choice has no tokens, a ``finish_reason`` and the rest
+    of the text: the texts of a choice's chunks in order are its whole text.
+    """
+
+    choice: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PingResult:
+    """An answer to ``ping``: the daemon's start (``instance``, another one after each restart), its state (``starting``, ``rehydrating``,
+    ``ready``, ``draining``) and the round trip."""
+
+    instance: str
+    state: str
+    round_trip_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PinResult:
+    """An acknowledged pin: its name, and everything else that the daemon says about it (tokens, blocks, what is durable) in ``details``."""
+
+    name: str
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointResult:
+    """What a checkpoint made durable."""
+
+    num_blocks: int
+    num_bytes: int
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Pack token ids as the wire has them: little-endian u32.
+
+    Raises:
+        OverflowError: an id is negative or does not fit in 32 bits.
+        TypeError: an id is no integer.
+    """
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(packed: bytes) -> array[int]:
+    """Unpack little-endian u32 token ids.
+
+    Raises:
+        ValueError: the length is not a multiple of four.
+    """
+    token_ids: array[int] = array("I")
+    token_ids.frombytes(packed)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids
