@@ -1,0 +1,146 @@
+"""Body frames to token ids: what the text threads run. Hostile bodies cost little more than their own length.
+
+A chat is untrusted msgpack of up to ``max_message_bytes``: a byte of it can stand for an object of 64 bytes. So array and map
+headers are checked before anything is built, plain strings are read as they are, and structured values have a small budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvd.transport.errors import RequestError, bad_request
+from kvd.transport.ports import Text
+from kvd.types import PackedTokens, pack_tokens, unpack_tokens
+
+MAX_CHAT_MESSAGES = 4096
+MAX_MESSAGE_KEYS = 32
+MAX_STRUCTURED_BYTES = 256 * 1024
+"""Bytes of a chat's values that are neither strings nor numbers (content parts, tool calls), together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextJob:
+    """A body to be turned into token ids. ``number`` names the job; jobs of one peer run in order."""
+
+    number: int
+    peer: bytes
+    input: str
+    body: bytes
+    vocab_size: int = 0
+    """For ids: how many there are."""
+    template_args: dict[str, Any] = field(default_factory=dict)
+    is_prefix: bool = False
+    """Whether the ids are to be what every conversation beginning with these messages shares (a pin)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextResult:
+    """``error`` or ids; ``messages`` and ``text`` are the source, for a pin's recipe."""
+
+    number: int
+    token_ids: PackedTokens = b""
+    messages: list[dict[str, Any]] | None = None
+    text: str | None = None
+    error: RequestError | None = None
+
+
+def run_text_job(job: TextJob, text: Text, date: str) -> TextResult:
+    """Render and tokenise; raises nothing."""
+    try:
+        return _run(job, text, date)
+    except RequestError as error:
+        return TextResult(number=job.number, error=error)
+    except Exception as error:  # templates are programs and raise what they like
+        message = f"the prompt could not be rendered or tokenised: {type(error).__name__}: {error!s:.300}"
+        return TextResult(number=job.number, error=bad_request(message))
+
+
+def _run(job: TextJob, text: Text, date: str) -> TextResult:
+    if job.input == "ids":
+        return TextResult(number=job.number, token_ids=check_ids(job.body, job.vocab_size))
+    if job.input == "text":
+        source = _utf8(job.body)
+        return TextResult(number=job.number, token_ids=pack_tokens(text.encode(source)), text=source)
+    messages = unpack_messages(job.body)
+    render = text.system_prefix if job.is_prefix else text.encode_chat
+    token_ids = render(messages, date=date, args=job.template_args)
+    return TextResult(number=job.number, token_ids=pack_tokens(token_ids), messages=messages)
+
+
+def check_ids(body: bytes, vocab_size: int) -> PackedTokens:
+    """Packed ids as they came, once each is known to be in the vocabulary.
+
+    Raises:
+        RequestError: the length is not a multiple of four, or an id is out of range.
+    """
+    if len(body) % 4:
+        raise bad_request(f"a body of {len(body)} bytes is not packed u32 token ids")
+    largest = max(unpack_tokens(body), default=0)
+    if largest >= vocab_size:
+        raise bad_request(f"token id {largest} is not in the vocabulary of {vocab_size}")
+    return body
+
+
+def unpack_messages(body: bytes) -> list[dict[str, Any]]:
+    """A chat: an array of maps with string keys, each with a ``role`` and mostly strings as values.
+
+    Raises:
+        RequestError: not that, or beyond this module's bounds.
+    """
+    num_messages = _length(body, fixed=0x90, fixed_bits=0x0F, wide=0xDC)
+    if num_messages is None:
+        raise bad_request("the messages are not a msgpack array")
+    if not 1 <= num_messages <= MAX_CHAT_MESSAGES:
+        raise bad_request(f"a chat of {num_messages} messages; there must be 1 to {MAX_CHAT_MESSAGES}")
+    budget = MAX_STRUCTURED_BYTES
+    messages = []
+    for raw in _decode(body, list[msgspec.Raw]):
+        num_keys = _length(bytes(memoryview(raw)[:5]), fixed=0x80, fixed_bits=0x0F, wide=0xDE)
+        if num_keys is None or num_keys > MAX_MESSAGE_KEYS:
+            raise bad_request(f"each message must be a map of at most {MAX_MESSAGE_KEYS} keys")
+        message: dict[str, Any] = {}
+        for key, value in _decode(raw, dict[str, msgspec.Raw]).items():
+            packed = bytes(value)
+            if _is_structured(packed[0]):
+                budget -= len(packed)
+                if budget < 0:
+                    raise bad_request(f"structured values of a chat may have {MAX_STRUCTURED_BYTES} bytes together")
+            message[key] = _decode(packed, Any)
+        if not isinstance(message.get("role"), str):
+            raise bad_request("each message needs a role, a string")
+        messages.append(message)
+    return messages
+
+
+def _utf8(body: bytes) -> str:
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise bad_request(f"the text is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise bad_request(f"the messages are not what they should be: {error!s:.200}") from None
+
+
+def _length(packed: bytes, *, fixed: int, fixed_bits: int, wide: int) -> int | None:
+    """The length that a msgpack array's or map's header states; None if it is something else."""
+    first = packed[0] if packed else 0
+    if first & ~fixed_bits == fixed:
+        return first & fixed_bits
+    if first == wide:
+        return int.from_bytes(packed[1:3], "big")
+    if first == wide + 1:
+        return int.from_bytes(packed[1:5], "big")
+    return None
+
+
+def _is_structured(first: int) -> bool:
+    """Whether a msgpack value that begins so is an array, a map or an extension."""
+    return 0x80 <= first <= 0x9F or first in {0xC7, 0xC8, 0xC9, 0xD4, 0xD5, 0xD6, 0xD7, 0xD8} or 0xDC <= first <= 0xDF

@@ -1,0 +1,117 @@
+"""What the edge knows and what it has to say: shared by the session's parts, owned by the edge's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvd_client.protocol.codec import encode
+from kvd_client.protocol.messages import Failed, Message
+
+from kvd.commands import Command, Hello, Snapshot
+from kvd.config import TransportConfig
+from kvd.transport.bodies import TextJob
+from kvd.transport.counters import Counters
+from kvd.transport.errors import RequestError
+from kvd.transport.ports import Text
+from kvd.types import RETRYABLE_CODES, ErrorCode
+
+RETRY_AFTER_S = 0.5
+"""What a retryable refusal advises when nothing better is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message for one peer. ``request_id`` and ``num_tokens`` say whose credit it uses; a terminal message outlives its request."""
+
+    peer: bytes
+    frames: list[bytes]
+    request_id: bytes = b""
+    num_tokens: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the frames, with an allowance for what holds them."""
+        return sum(map(len, self.frames)) + 256
+
+
+@dataclass(slots=True)
+class Edge:
+    """Facts about the engine as last heard, the text model once it is loaded, and the three ways out."""
+
+    config: TransportConfig
+    instance: bytes
+    put: Callable[[Command], bool]
+    drain_timeout_s: float
+    counters: Counters = field(default_factory=Counters)
+    hello: Hello | None = None
+    text: Text | None = None
+    snapshot: Snapshot = field(default_factory=lambda: Snapshot("starting", {"state": "starting"}, {}))
+    stopped: bool = False
+    outgoing: list[Outgoing] = field(default_factory=list)
+    text_jobs: list[TextJob] = field(default_factory=list)
+    num_text_jobs: int = 0
+    num_text_bytes: int = 0
+
+    def send(self, peer: bytes, message: Message, *bodies: bytes, request_id: bytes = b"", num_tokens: int = 0) -> None:
+        """Queue a message."""
+        self.outgoing.append(Outgoing(peer, encode(message, *bodies), request_id, num_tokens))
+
+    def send_failed(self, peer: bytes, error: RequestError, *, request_id: bytes = b"", op_id: bytes = b"") -> None:
+        """Queue the terminal message of a request or operation that failed."""
+        self.send(
+            peer,
+            Failed(
+                code=error.code,
+                message=error.message,
+                request_id=request_id,
+                op_id=op_id,
+                retryable=error.code in RETRYABLE_CODES,
+                retry_after_s=error.retry_after_s,
+            ),
+        )
+
+    def require_ready(self) -> tuple[Hello, Text]:
+        """The engine's facts and the text model, when requests can be served.
+
+        Raises:
+            RequestError: ``starting`` or ``draining``, retryable.
+        """
+        state = self.snapshot.state
+        if self.stopped or state == "draining":
+            raise RequestError(ErrorCode.DRAINING, "the daemon is shutting down", retry_after_s=1.0)
+        if state != "ready" or self.hello is None or self.text is None:
+            raise self.starting()
+        return self.hello, self.text
+
+    def starting(self) -> RequestError:
+        """The answer while the daemon is not ready."""
+        retry_after_s = max(self.snapshot.ready_in_s, RETRY_AFTER_S)
+        return RequestError(ErrorCode.STARTING, f"the daemon is {self.snapshot.state}", retry_after_s=retry_after_s)
+
+    def put_or_refuse(self, command: Command) -> None:
+        """Hand a command to the engine.
+
+        Raises:
+            RequestError: ``overloaded``, if its inbox is full.
+        """
+        if not self.put(command):
+            raise RequestError(ErrorCode.OVERLOADED, "too many commands wait for the engine", retry_after_s=RETRY_AFTER_S)
+
+    def queue_text(self, job: TextJob) -> None:
+        """Hand a body to the text threads.
+
+        Raises:
+            RequestError: ``overloaded``, if too many prompts or too many bytes of them wait.
+        """
+        config = self.config
+        if self.num_text_jobs >= config.max_text_jobs or self.num_text_bytes + len(job.body) > max(config.max_text_bytes, len(job.body)):
+            raise RequestError(ErrorCode.OVERLOADED, "too many prompts wait to be tokenised", retry_after_s=RETRY_AFTER_S)
+        self.num_text_jobs += 1
+        self.num_text_bytes += len(job.body)
+        self.text_jobs.append(job)
+
+    def text_done(self, num_bytes: int) -> None:
+        """A text thread has finished a job of so many body bytes."""
+        self.num_text_jobs -= 1
+        self.num_text_bytes -= num_bytes

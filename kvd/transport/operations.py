@@ -1,0 +1,231 @@
+"""Operations at the edge: pin, unpin, prefixes, tokenize, status, stats, checkpoint, drain; each ends in one ``result`` or ``failed``.
+
+Towards the engine an operation has an id of the edge's own making, so that two clients never share one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvd_client.protocol.codec import pack_body
+from kvd_client.protocol.messages import Checkpoint, Drain, Pin, Prefixes, Result, Stats, Status, Tokenize, Unpin
+
+from kvd.commands import CheckpointNow, Command, OpDone, OpFailed, PinPrefix, Query, Recipe
+from kvd.commands import Drain as DrainCommand
+from kvd.commands import Unpin as UnpinCommand
+from kvd.transport.bodies import TextJob, TextResult
+from kvd.transport.clients import Client
+from kvd.transport.edge import RETRY_AFTER_S, Edge
+from kvd.transport.errors import RequestError, bad_request
+from kvd.transport.validation import check_id, check_name, check_pin
+from kvd.types import ErrorCode
+
+Operation = Pin | Unpin | Prefixes | Tokenize | Status | Stats | Checkpoint | Drain
+
+REPORT_TIMEOUT_S = 1.0
+"""An engine that has not answered ``status`` or ``stats`` after so long is busy; the last snapshot answers for it."""
+
+MAX_DRAIN_TIMEOUT_S = 86400.0
+
+
+@dataclass(slots=True)
+class _Operation:
+    client: Client
+    message: Operation
+
+
+class Operations:
+    """Every operation of every client."""
+
+    def __init__(self, edge: Edge, next_number: Callable[[], int]) -> None:
+        self._edge = edge
+        self._next_number = next_number
+        self._in_engine: dict[bytes, _Operation] = {}
+        self._tokenising: dict[int, _Operation] = {}
+        self._reports: deque[tuple[float, bytes]] = deque()
+
+    def begin(self, client: Client, message: Operation, bodies: list[bytes], now: float) -> None:
+        """Take an operation.
+
+        Raises:
+            RequestError: it is refused.
+        """
+        check_id("op_id", message.op_id)
+        if message.op_id in client.op_ids:
+            self._edge.counters.duplicates += 1
+            return
+        if isinstance(message, Status | Stats):
+            self._report(client, message, now)
+            return
+        if client.num_open >= self._edge.config.max_requests_per_client:
+            limit = self._edge.config.max_requests_per_client
+            raise RequestError(ErrorCode.OVERLOADED, f"a client may have {limit} requests and operations", retry_after_s=RETRY_AFTER_S)
+        operation = _Operation(client, message)
+        if isinstance(message, Tokenize | Pin):
+            self._tokenise(operation, message, bodies)
+        else:
+            self._command(operation, message)
+        client.op_ids.add(message.op_id)
+
+    def on_prompt(self, result: TextResult) -> bool:
+        """A text thread is done with a job; whether the job was an operation's."""
+        operation = self._tokenising.pop(result.number, None)
+        if operation is None:
+            return False
+        operation.client.num_text_jobs -= 1
+        try:
+            if result.error is not None:
+                raise result.error
+            if isinstance(operation.message, Pin):
+                self._pin(operation, operation.message, result)
+            else:
+                self._answer(operation, {"count": len(result.token_ids) // 4}, result.token_ids)
+        except RequestError as error:
+            self._refuse(operation, error)
+        return True
+
+    def on_done(self, event: OpDone) -> None:
+        """The engine's answer."""
+        operation = self._in_engine.pop(event.op_id, None)
+        if operation is not None:
+            result = event.result
+            if isinstance(operation.message, Stats):
+                result = self._with_transport(result)
+            self._answer(operation, result)
+
+    def on_failed(self, event: OpFailed) -> None:
+        """The engine's refusal."""
+        operation = self._in_engine.pop(event.op_id, None)
+        if operation is not None:
+            self._refuse(operation, RequestError(event.code, event.message, retry_after_s=event.retry_after_s))
+
+    def on_stopped(self, error: RequestError) -> None:
+        """The engine has ended: reports come from the last snapshot, everything else failed."""
+        for operation in self._in_engine.values():
+            if isinstance(operation.message, Status | Stats):
+                self._answer(operation, self._from_snapshot(operation.message))
+            else:
+                self._refuse(operation, error)
+        self._in_engine.clear()
+
+    def tick(self, now: float) -> None:
+        """Answer the reports that the engine is too busy for."""
+        while self._reports and self._reports[0][0] <= now:
+            operation = self._in_engine.pop(self._reports.popleft()[1], None)
+            if operation is not None:
+                assert isinstance(operation.message, Status | Stats)
+                self._answer(operation, self._from_snapshot(operation.message))
+
+    # -------------------------------------------------------------------------------- inside
+
+    def _report(self, client: Client, message: Status | Stats, now: float) -> None:
+        operation = _Operation(client, message)
+        what = "status" if isinstance(message, Status) else "stats"
+        op_id = self._internal_id()
+        is_running = self._edge.snapshot.state in {"ready", "draining"} and not self._edge.stopped
+        if is_running and client.num_open < self._edge.config.max_requests_per_client and self._edge.put(Query(op_id, what)):
+            self._in_engine[op_id] = operation
+            self._reports.append((now + REPORT_TIMEOUT_S, op_id))
+            client.op_ids.add(message.op_id)
+        else:
+            self._answer(operation, self._from_snapshot(message))
+
+    def _from_snapshot(self, message: Status | Stats) -> dict[str, Any]:
+        snapshot = self._edge.snapshot
+        return snapshot.status if isinstance(message, Status) else self._with_transport(snapshot.stats)
+
+    def _with_transport(self, stats: dict[str, Any]) -> dict[str, Any]:
+        return {**stats, "transport": self._edge.counters.as_dict()}
+
+    def _tokenise(self, operation: _Operation, message: Tokenize | Pin, bodies: list[bytes]) -> None:
+        vocab_size = 0
+        if isinstance(message, Pin):
+            hello, _ = self._edge.require_ready()
+            check_pin(message)
+            vocab_size = hello.vocab_size
+        elif self._edge.text is None:
+            raise self._edge.starting()
+        elif message.input not in {"text", "messages"}:
+            raise bad_request(f"input is {message.input!r:.40}; it must be text or messages")
+        if len(bodies) != 1:
+            raise bad_request(f"{len(bodies)} body frames; there must be one")
+        client, number = operation.client, self._next_number()
+        self._edge.queue_text(
+            TextJob(
+                number=number,
+                peer=client.peer,
+                input=message.input,
+                body=bodies[0],
+                vocab_size=vocab_size,
+                template_args=message.template_args,
+                is_prefix=isinstance(message, Pin),
+            )
+        )
+        client.num_text_jobs += 1
+        self._tokenising[number] = operation
+
+    def _pin(self, operation: _Operation, message: Pin, result: TextResult) -> None:
+        hello, text = self._edge.require_ready()
+        num_tokens = len(result.token_ids) // 4
+        if num_tokens < hello.block_size_tokens:
+            raise RequestError(
+                ErrorCode.PIN_TOO_SHORT, f"the prefix has {num_tokens} tokens; at least one block of {hello.block_size_tokens} is needed"
+            )
+        if num_tokens >= hello.max_model_len:
+            raise RequestError(
+                ErrorCode.PROMPT_TOO_LONG, f"the prefix has {num_tokens} tokens; it must leave room for one within {hello.max_model_len}"
+            )
+        recipe = Recipe(
+            name=message.name,
+            token_ids=result.token_ids,
+            tokenizer_digest=text.digest,
+            messages=result.messages,
+            text=result.text,
+            template_args=message.template_args,
+            tenant_salt=message.cache_salt,
+            priority=message.priority,
+            created_unix_s=time.time(),
+        )
+        self._send_command(operation, lambda op_id: PinPrefix(op_id, recipe))
+
+    def _command(self, operation: _Operation, message: Unpin | Prefixes | Checkpoint | Drain) -> None:
+        match message:
+            case Unpin():
+                check_name(message.name)
+                self._edge.require_ready()
+                self._send_command(operation, lambda op_id: UnpinCommand(op_id, message.name))
+            case Prefixes():
+                self._require_engine()
+                self._send_command(operation, lambda op_id: Query(op_id, "prefixes"))
+            case Checkpoint():
+                self._require_engine()
+                self._send_command(operation, CheckpointNow)
+            case Drain():
+                timeout_s = self._edge.drain_timeout_s if message.timeout_s is None else message.timeout_s
+                if not 0 <= timeout_s <= MAX_DRAIN_TIMEOUT_S:
+                    raise bad_request(f"timeout_s is {timeout_s}; it must be from 0 to {MAX_DRAIN_TIMEOUT_S}")
+                self._send_command(operation, lambda op_id: DrainCommand(op_id, timeout_s))
+
+    def _require_engine(self) -> None:
+        if self._edge.snapshot.state != "draining" or self._edge.stopped:
+            self._edge.require_ready()
+
+    def _send_command(self, operation: _Operation, make: Callable[[bytes], Command]) -> None:
+        op_id = self._internal_id()
+        self._edge.put_or_refuse(make(op_id))
+        self._in_engine[op_id] = operation
+
+    def _internal_id(self) -> bytes:
+        return self._next_number().to_bytes(16, "big")
+
+    def _answer(self, operation: _Operation, result: dict[str, Any], *bodies: bytes) -> None:
+        operation.client.op_ids.discard(operation.message.op_id)
+        self._edge.send(operation.client.peer, Result(op_id=operation.message.op_id), pack_body(result), *bodies)
+
+    def _refuse(self, operation: _Operation, error: RequestError) -> None:
+        operation.client.op_ids.discard(operation.message.op_id)
+        self._edge.send_failed(operation.client.peer, error, op_id=operation.message.op_id)

@@ -1,0 +1,128 @@
+"""What the sockets have not taken yet: a bounded backlog for each peer. Knows no socket; the server gives it one attempt to send."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvd.transport.edge import Outgoing
+
+RECONNECT_GRACE_S = 2.0
+"""A peer whose connection is gone may come back under the same identity for so long; what is meant for it waits."""
+
+
+class Attempt(Enum):
+    """What became of an attempt to send."""
+
+    SENT = "sent"
+    FULL = "full"
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(slots=True)
+class _Backlog:
+    waiting: deque[Outgoing] = field(default_factory=deque)
+    num_bytes: int = 0
+    num_stream_messages: int = 0
+    unreachable_since_s: float | None = None
+
+    def append(self, out: Outgoing) -> None:
+        self.waiting.append(out)
+        self.num_bytes += out.num_bytes
+        self.num_stream_messages += out.num_tokens > 0
+
+    def popleft(self) -> Outgoing:
+        out = self.waiting.popleft()
+        self.num_bytes -= out.num_bytes
+        self.num_stream_messages -= out.num_tokens > 0
+        return out
+
+    def drop_stream_messages(self) -> int:
+        """Keep only what carries no tokens; how many messages were dropped."""
+        num_dropped = self.num_stream_messages
+        if num_dropped:
+            self.waiting = deque(each for each in self.waiting if not each.num_tokens)
+            self.num_bytes = sum(each.num_bytes for each in self.waiting)
+            self.num_stream_messages = 0
+        return num_dropped
+
+
+class Sender:
+    """Sends in order for each peer, and lets no peer hold up another."""
+
+    def __init__(
+        self,
+        *,
+        attempt: Callable[[Outgoing], Attempt],
+        on_sent: Callable[[Outgoing], None],
+        on_dropped: Callable[[int], None],
+        on_gone: Callable[[bytes], None],
+        on_overflow: Callable[[bytes], None],
+        max_backlog_bytes: int,
+    ) -> None:
+        self._attempt = attempt
+        self._on_sent = on_sent
+        self._on_dropped = on_dropped
+        self._on_gone = on_gone
+        self._on_overflow = on_overflow
+        self._max_backlog_bytes = max_backlog_bytes
+        self._backlogs: dict[bytes, _Backlog] = {}
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether ``retry`` has something to do."""
+        return bool(self._backlogs)
+
+    def backlog_bytes(self, peer: bytes) -> int:
+        """Bytes that wait for a peer."""
+        backlog = self._backlogs.get(peer)
+        return backlog.num_bytes if backlog else 0
+
+    def send(self, out: Outgoing, now: float) -> None:
+        """Send a message or let it wait."""
+        backlog = self._backlogs.get(out.peer)
+        if backlog is None:
+            attempt = self._attempt(out)
+            if attempt is Attempt.SENT:
+                self._on_sent(out)
+                return
+            backlog = self._backlogs[out.peer] = _Backlog(unreachable_since_s=now if attempt is Attempt.UNREACHABLE else None)
+        self._wait(out, backlog)
+
+    def retry(self, now: float) -> None:
+        """Try again what waits."""
+        for peer, backlog in tuple(self._backlogs.items()):
+            while backlog.waiting:
+                attempt = self._attempt(backlog.waiting[0])
+                if attempt is not Attempt.SENT:
+                    self._blocked(peer, backlog, attempt, now)
+                    break
+                out = backlog.popleft()
+                backlog.unreachable_since_s = None
+                self._on_sent(out)
+            else:
+                del self._backlogs[peer]
+
+    def _blocked(self, peer: bytes, backlog: _Backlog, attempt: Attempt, now: float) -> None:
+        if attempt is Attempt.FULL:
+            backlog.unreachable_since_s = None
+        elif backlog.unreachable_since_s is None:
+            backlog.unreachable_since_s = now
+        elif now - backlog.unreachable_since_s >= RECONNECT_GRACE_S:
+            del self._backlogs[peer]
+            self._on_dropped(len(backlog.waiting))
+            self._on_gone(peer)
+
+    def _wait(self, out: Outgoing, backlog: _Backlog) -> None:
+        """Queue behind a blocked socket. At the bound stream messages give way to terminal ones; what is over twice the bound even so is dropped."""
+        limit = self._max_backlog_bytes
+        if backlog.num_bytes + out.num_bytes > limit:
+            self._on_dropped(backlog.drop_stream_messages())
+            self._on_overflow(out.peer)
+            limit = 0 if out.num_tokens else 2 * limit
+        if backlog.num_bytes + out.num_bytes > limit:
+            self._on_dropped(1)
+        else:
+            backlog.append(out)

@@ -1,0 +1,142 @@
+"""What a request may ask for: ranges, counts and names, each refusal naming the field and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from kvd_client.protocol.messages import ID_BYTES, Generate, Pin, Sampling
+
+from kvd.transport.errors import RequestError, bad_request
+from kvd.types import ErrorCode, SamplingParams
+
+INPUTS = ("text", "ids", "messages")
+MAX_LOGPROBS = 20
+MAX_SALT_BYTES = 64
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_SEED = (1 << 64) - 1
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}")
+
+
+def check_id(field: str, value: bytes) -> None:
+    """Request and operation ids have a fixed length."""
+    if len(value) != ID_BYTES:
+        raise bad_request(f"{field} has {len(value)} bytes; it must have {ID_BYTES}")
+
+
+def check_generate(message: Generate, *, max_choices: int, max_stop_strings: int, vocab_size: int) -> None:
+    """Everything about a ``generate`` that can be told without its prompt.
+
+    Raises:
+        RequestError: ``bad_request``, naming the field and its range.
+    """
+    _check_input(message.input)
+    _check_range("n", message.n, 1, max_choices)
+    if message.max_tokens is not None:
+        _check_at_least("max_tokens", message.max_tokens, 1)
+    _check_at_least("min_tokens", message.min_tokens, 0)
+    if message.max_tokens is not None and message.min_tokens > message.max_tokens:
+        raise bad_request(f"min_tokens is {message.min_tokens}; it must not exceed max_tokens ({message.max_tokens})")
+    _check_at_least("credit", message.credit, 0)
+    if len(message.stop) > max_stop_strings:
+        raise bad_request(f"stop has {len(message.stop)} strings; at most {max_stop_strings} are allowed")
+    for stop in message.stop:
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise bad_request(f"stop has a string of {len(stop)} characters; each must have 1 to {MAX_STOP_CHARS}")
+    if len(message.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise bad_request(f"stop_token_ids has {len(message.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed")
+    for token_id in message.stop_token_ids:
+        _check_range("stop_token_ids", token_id, 0, vocab_size - 1)
+    _check_salt(message.cache_salt)
+    _check_sampling(message.sampling)
+
+
+def check_pin(message: Pin) -> None:
+    """Everything about a ``pin`` that can be told without its prompt.
+
+    Raises:
+        RequestError: ``bad_request``, naming the field and its range.
+    """
+    check_name(message.name)
+    _check_input(message.input)
+    _check_range("priority", message.priority, 0, 100)
+    _check_salt(message.cache_salt)
+
+
+def check_name(name: str) -> None:
+    """Names of pins: they stand in reports, logs and command lines."""
+    if not _NAME.fullmatch(name):
+        raise bad_request("name must have 1 to 128 letters, digits or . _ : @ + - and begin with a letter or a digit")
+
+
+def check_prompt(num_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
+    """The output tokens a choice may have: ``max_tokens``, or what the model's positions leave.
+
+    Raises:
+        RequestError: ``bad_request`` for an empty prompt, ``prompt_too_long`` with the numbers.
+    """
+    if num_tokens == 0:
+        raise bad_request("the prompt is empty")
+    room = max_model_len - num_tokens
+    if room < 1:
+        raise RequestError(ErrorCode.PROMPT_TOO_LONG, f"the prompt has {num_tokens} tokens; with one of output it exceeds {max_model_len}")
+    if max_tokens is None:
+        return room
+    if max_tokens > room:
+        raise RequestError(
+            ErrorCode.PROMPT_TOO_LONG,
+            f"the prompt has {num_tokens} tokens and max_tokens is {max_tokens}; together they exceed {max_model_len}",
+        )
+    return max_tokens
+
+
+def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
+    """The engine's parameters, with every default resolved."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=seed,
+        num_logprobs=sampling.logprobs,
+    )
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    _check_range("temperature", sampling.temperature, 0, 100)
+    _check_range("top_k", sampling.top_k, 0, (1 << 31) - 1)
+    if not 0 < sampling.top_p <= 1:
+        raise bad_request(f"top_p is {sampling.top_p}; it must be above 0 and at most 1")
+    _check_range("min_p", sampling.min_p, 0, 1)
+    if not 0 < sampling.repetition_penalty <= 100:
+        raise bad_request(f"repetition_penalty is {sampling.repetition_penalty}; it must be above 0 and at most 100")
+    _check_range("presence_penalty", sampling.presence_penalty, -100, 100)
+    _check_range("frequency_penalty", sampling.frequency_penalty, -100, 100)
+    if sampling.seed is not None:
+        _check_range("seed", sampling.seed, 0, MAX_SEED)
+    if sampling.logprobs is not None:
+        _check_range("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
+
+
+def _check_input(value: str) -> None:
+    if value not in INPUTS:
+        raise bad_request(f"input is {value!r:.40}; it must be one of {', '.join(INPUTS)}")
+
+
+def _check_salt(salt: bytes) -> None:
+    if len(salt) > MAX_SALT_BYTES:
+        raise bad_request(f"cache_salt has {len(salt)} bytes; at most {MAX_SALT_BYTES} are allowed")
+
+
+def _check_at_least(field: str, value: int, low: int) -> None:
+    if value < low:
+        raise bad_request(f"{field} is {value}; it must be at least {low}")
+
+
+def _check_range(field: str, value: float, low: float, high: float) -> None:
+    if not math.isfinite(value) or not low <= value <= high:
+        raise bad_request(f"{field} is {value}; it must be from {low} to {high}")
