@@ -1,0 +1,130 @@
+"""What the executor remembers of every row between steps, as columns, and a step's flat inputs made from them.
+
+The scheduler sends deltas; this applies them and returns the step's rows in the order that attention wants: by number of tokens, then by
+context. Work a step is a handful of array operations, whatever the number of rows, plus a few assignments for each row that starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvd.executor.attention.backend import AttentionRows
+from kvd.step import ContinuedRows, SchedulerOutput, StartedRow
+
+
+class BatchError(Exception):
+    """A step contradicts what the executor knows: a row that was never started, a position without a token or a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """One step's inputs. Arrays of length R follow the order of ``attention``."""
+
+    rows: np.ndarray
+    """int64 ``[R]``: the scheduler's numbers."""
+    attention: AttentionRows
+    token_ids: np.ndarray
+    """int64 ``[T]``."""
+    samples: np.ndarray
+    """bool ``[R]``: the step reaches the row's last known token."""
+    fresh_blocks: np.ndarray
+    """int64: blocks that a row enters in this step and does not fill."""
+
+
+class InputBatch:
+    """Row state for up to ``max_rows`` rows of up to ``max_model_len`` positions."""
+
+    def __init__(self, max_rows: int, max_model_len: int, block_size_tokens: int) -> None:
+        self._block_size = block_size_tokens
+        self.token_ids = np.zeros((max_rows, max_model_len + 1), dtype=np.int32)
+        self.block_tables = np.zeros((max_rows, -(-max_model_len // block_size_tokens) + 1), dtype=np.int32)
+        self.num_blocks = np.zeros(max_rows, dtype=np.int64)
+        self.num_known = np.zeros(max_rows, dtype=np.int64)
+        """Tokens known: prompt and sampled ones. 0 for a row that is not live."""
+        self.num_computed = np.zeros(max_rows, dtype=np.int64)
+        self.failed = np.zeros(max_rows, dtype=bool)
+
+    def apply(self, step: SchedulerOutput) -> StepRows:
+        """Apply a step's deltas and lay out its inputs; the positions count as computed from here on.
+
+        Raises:
+            BatchError: the step does not fit the rows' state.
+        """
+        if step.released:
+            self.num_known[list(step.released)] = 0
+        for copy in step.copies:
+            # a row that starts in this step brings a table that holds the target already
+            if self.num_known[copy.row] and copy.index < self.num_blocks[copy.row]:
+                self.block_tables[copy.row, copy.index] = copy.target
+        for started in step.started:
+            self._start(started)
+        continued = step.continued
+        if continued.block_ids:
+            self._append_blocks(continued)
+        rows = np.array([started.row for started in step.started] + continued.rows, dtype=np.int64)
+        num_tokens = np.array([started.num_tokens for started in step.started] + continued.num_tokens, dtype=np.int64)
+        return self._lay_out(rows, num_tokens)
+
+    def append(self, rows: np.ndarray, token_ids: Sequence[int] | np.ndarray) -> None:
+        """Note the token that each of ``rows`` sampled: it is the row's next input."""
+        self.token_ids[rows, self.num_known[rows]] = token_ids
+        self.num_known[rows] += 1
+
+    def _start(self, started: StartedRow) -> None:
+        row = started.row
+        known = np.frombuffer(started.token_ids, dtype="<u4")
+        if not len(known) or len(known) > self.token_ids.shape[1] or len(started.block_ids) > self.block_tables.shape[1]:
+            raise BatchError(
+                f"row {row} starts with {len(known)} tokens and {len(started.block_ids)} blocks; "
+                f"there is room for {self.token_ids.shape[1]} and {self.block_tables.shape[1]}"
+            )
+        self.token_ids[row, : len(known)] = known
+        self.block_tables[row, : len(started.block_ids)] = started.block_ids
+        self.num_blocks[row] = len(started.block_ids)
+        self.num_known[row] = len(known)
+        self.num_computed[row] = started.num_computed
+        self.failed[row] = False
+
+    def _append_blocks(self, continued: ContinuedRows) -> None:
+        offsets = np.array(continued.block_offsets, dtype=np.int64)
+        counts = np.diff(offsets)
+        rows = np.array(continued.rows, dtype=np.int64)
+        if (self.num_blocks[rows] + counts).max() > self.block_tables.shape[1]:
+            raise BatchError(f"a row's table outgrows {self.block_tables.shape[1]} blocks")
+        columns = np.arange(offsets[-1]) + np.repeat(self.num_blocks[rows] - offsets[:-1], counts)
+        self.block_tables[np.repeat(rows, counts), columns] = continued.block_ids
+        self.num_blocks[rows] += counts
+
+    def _lay_out(self, rows: np.ndarray, num_tokens: np.ndarray) -> StepRows:
+        order = np.lexsort((self.num_computed[rows], num_tokens))
+        rows, num_tokens = rows[order], num_tokens[order]
+        num_computed = self.num_computed[rows]  # a copy: taken before the step's positions are counted
+        reached = num_computed + num_tokens
+        self._check(rows, num_tokens, reached)
+        starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(num_tokens)])
+        token_rows = np.repeat(np.arange(len(rows)), num_tokens)
+        positions = np.arange(starts[-1]) + (num_computed - starts[:-1])[token_rows]
+        self.num_computed[rows] = reached
+        size = self._block_size
+        last_block = (reached - 1) // size
+        enters = (num_computed <= last_block * size) & (reached % size != 0)
+        most_blocks = int(last_block.max(initial=0)) + 1
+        return StepRows(
+            rows=rows,
+            attention=AttentionRows(num_tokens, num_computed, starts, positions, token_rows, self.block_tables[rows, :most_blocks]),
+            token_ids=self.token_ids[rows[token_rows], positions].astype(np.int64),
+            samples=reached == self.num_known[rows],
+            fresh_blocks=self.block_tables[rows[enters], last_block[enters]].astype(np.int64),
+        )
+
+    def _check(self, rows: np.ndarray, num_tokens: np.ndarray, reached: np.ndarray) -> None:
+        wrong = (num_tokens < 1) | (reached > self.num_known[rows]) | (reached > self.num_blocks[rows] * self._block_size)
+        if wrong.any():
+            row = int(rows[wrong.argmax()])
+            raise BatchError(
+                f"row {row}: {int(num_tokens[wrong.argmax()])} tokens after {int(self.num_computed[row])} computed, "
+                f"with {int(self.num_known[row])} known and {int(self.num_blocks[row])} blocks"
+            )

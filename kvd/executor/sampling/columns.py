@@ -1,0 +1,106 @@
+"""Sampling parameters as columns: what each row asked for, kept from its start, and one step's selection of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvd.step import StartedRow
+
+GREEDY_BELOW_TEMPERATURE = 1e-5
+"""Colder than this is greedy: dividing by it would say nothing more."""
+
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """N draws of one step, as columns ``[N]``. ``row`` is the executor's row that each belongs to."""
+
+    row: np.ndarray
+    choice: np.ndarray
+    position: np.ndarray
+    """Absolute position of the token to be drawn."""
+    temperature: np.ndarray
+    """0 for greedy."""
+    top_k: np.ndarray
+    """0 for all."""
+    top_p: np.ndarray
+    min_p: np.ndarray
+    repetition_penalty: np.ndarray
+    presence_penalty: np.ndarray
+    frequency_penalty: np.ndarray
+    seed: np.ndarray
+    """uint64."""
+    num_logprobs: np.ndarray
+    """-1 for none."""
+    penalised: np.ndarray
+    """bool: some penalty is not neutral."""
+    banned: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(draw, token ids that may not be drawn)."""
+
+
+class SamplingColumns:
+    """Every row's parameters, set when the row starts."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._floats = {name: np.zeros(max_rows, dtype=np.float32) for name in _FLOATS}
+        self._top_k = np.zeros(max_rows, dtype=np.int64)
+        self._seed = np.zeros(max_rows, dtype=np.uint64)
+        self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
+        self._penalised = np.zeros(max_rows, dtype=bool)
+        self._choice = np.zeros(max_rows, dtype=np.int64)
+        self._num_choices = np.ones(max_rows, dtype=np.int64)
+        self._unban_at = np.zeros(max_rows, dtype=np.int64)
+        self._banned: dict[int, tuple[int, ...]] = {}
+
+    def start(self, started: StartedRow) -> None:
+        """Note the parameters of a row that begins."""
+        row, sampling = started.row, started.sampling
+        for name, column in self._floats.items():
+            column[row] = getattr(sampling, name)
+        if sampling.temperature < GREEDY_BELOW_TEMPERATURE:
+            self._floats["temperature"][row] = 0
+        self._top_k[row] = sampling.top_k
+        self._seed[row] = sampling.seed & (1 << 64) - 1
+        self._num_logprobs[row] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
+        self._penalised[row] = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
+        self._choice[row] = started.choice
+        self._num_choices[row] = started.num_choices
+        self._unban_at[row] = started.num_prompt_tokens + started.min_tokens
+        self._banned.pop(row, None)
+        if started.banned_token_ids and started.min_tokens:
+            self._banned[row] = started.banned_token_ids
+
+    def penalised(self, row: int) -> bool:
+        """Whether the row needs its tokens counted."""
+        return bool(self._penalised[row])
+
+    def draws(self, rows: np.ndarray, positions: np.ndarray) -> tuple[Draws, np.ndarray]:
+        """The draws of ``rows`` at ``positions``, one a choice, and for each draw the index of its row among ``rows``.
+
+        Choices beyond a row's own are drawn once, at its first sample.
+        """
+        counts = self._num_choices[rows]
+        index = np.repeat(np.arange(len(rows)), counts)
+        self._num_choices[rows] = 1
+        row = rows[index]
+        position = positions[index]
+        nth = np.arange(len(index)) - (np.cumsum(counts) - counts)[index]
+        banned: tuple[tuple[int, tuple[int, ...]], ...] = ()
+        if self._banned:
+            short = np.flatnonzero(position < self._unban_at[row])
+            banned = tuple((int(draw), self._banned[int(row[draw])]) for draw in short if int(row[draw]) in self._banned)
+        draws = Draws(
+            row=row,
+            choice=self._choice[row] + nth,
+            position=position,
+            top_k=self._top_k[row],
+            seed=self._seed[row],
+            num_logprobs=self._num_logprobs[row],
+            penalised=self._penalised[row],
+            banned=banned,
+            **{name: column[row] for name, column in self._floats.items()},
+        )
+        return draws, index

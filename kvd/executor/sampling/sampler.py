@@ -1,0 +1,136 @@
+"""From logits to token ids, N draws at once: penalties, bans, temperature, truncation, Gumbel-max.
+
+Greedy draws take the largest logit, the lowest id among equals. Others take the largest ``log p + Gumbel noise`` over the kept ids, which is
+a draw from the kept distribution (Gumbel 1954; Maddison et al., "A* sampling", 2014). What is kept: ``top_k``, of that ``top_p``, of that ``min_p``, all after
+temperature. Each is a threshold on log p, so that equals are kept together and the outcome depends on the row's values alone, never on the order in which a
+kernel happened to sort them or on the other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvd.executor.sampling.columns import Draws
+from kvd.executor.sampling.noise import gumbel, stream_keys
+from kvd.executor.sampling.penalties import TokenCounts
+from kvd.types import TokenLogprobs
+
+_WIDTHS = (256, 4096)
+"""Most likely ids looked at before the whole vocabulary is sorted."""
+_NOISE_VALUES = 1 << 17
+"""Noise values made at once for untruncated draws: their integers stay in a processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """``token_ids`` int64 ``[N]``; ``logprobs`` is None if no draw asked, else has an entry or None a draw."""
+
+    token_ids: np.ndarray
+    logprobs: list[TokenLogprobs | None] | None
+
+
+def sample(logits: Tensor, draws: Draws, counts: TokenCounts) -> Sampled:
+    """Draw from float32 ``logits [N, V]``, finite, one row a draw. ``logits`` is used up.
+
+    Log-probabilities are those of the model's own distribution: before penalties, bans, temperature and truncation.
+    """
+    asked = np.flatnonzero(draws.num_logprobs >= 0)
+    raw = torch.log_softmax(logits[_to(logits, asked)], dim=-1) if len(asked) else None
+    if draws.penalised.any():
+        counts.apply(logits, draws)
+    for draw, banned in draws.banned:
+        logits[draw, list(banned)] = float("-inf")
+    chosen = _choose(logits, draws).cpu().numpy()
+    return Sampled(chosen, None if raw is None else _logprobs(raw, asked, chosen, draws.num_logprobs))
+
+
+def _choose(logits: Tensor, draws: Draws) -> Tensor:
+    random = draws.temperature > 0
+    if not random.any():
+        return logits.argmax(dim=-1)
+    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    keys = stream_keys(draws.seed, draws.choice, draws.position)
+    truncated = random & ((draws.top_k > 0) & (draws.top_k < logits.shape[1]) | (draws.top_p < 1) | (draws.min_p > 0))
+    if not random.all():
+        greedy = _to(logits, np.flatnonzero(~random))
+        chosen[greedy] = logits[greedy].argmax(dim=-1)
+    if (random & ~truncated).any():
+        _draw_untruncated(logits, np.flatnonzero(random & ~truncated), draws, keys, chosen)
+    if truncated.any():
+        _draw_truncated(logits, np.flatnonzero(truncated), draws, keys, chosen)
+    return chosen
+
+
+def _log_probabilities(logits: Tensor, which: np.ndarray, draws: Draws) -> Tensor:
+    temperature = torch.from_numpy(draws.temperature[which]).to(logits.device)
+    return torch.log_softmax(logits[_to(logits, which)] / temperature[:, None], dim=-1)
+
+
+def _draw_untruncated(logits: Tensor, which: np.ndarray, draws: Draws, keys: np.ndarray, chosen: Tensor) -> None:
+    vocab = torch.arange(logits.shape[1], device=logits.device)
+    at_once = max(1, _NOISE_VALUES // logits.shape[1])
+    for first in range(0, len(which), at_once):
+        part = which[first : first + at_once]
+        scores = _log_probabilities(logits, part, draws).add_(gumbel(keys[part], vocab))
+        chosen[_to(logits, part)] = scores.argmax(dim=-1)
+
+
+def _draw_truncated(logits: Tensor, which: np.ndarray, draws: Draws, keys: np.ndarray, chosen: Tensor) -> None:
+    """Look at the most likely ids first, and at more of them only for the draws whose threshold lies beyond."""
+    log_p = _log_probabilities(logits, which, draws)
+    vocab_size = logits.shape[1]
+    for width in (*(width for width in _WIDTHS if width < vocab_size), vocab_size):
+        values, ids = torch.topk(log_p, width, dim=-1)
+        threshold, final = _threshold(values, which, draws)
+        settled = final.cpu().numpy() if width < vocab_size else np.ones(len(which), dtype=bool)
+        if settled.any():
+            done = _to(logits, np.flatnonzero(settled))
+            values, ids = values[done], ids[done]
+            scores = (values + gumbel(keys[which[settled]], ids)).masked_fill_(values < threshold[done], float("-inf"))
+            equals = scores == scores.amax(dim=-1, keepdim=True)
+            chosen[_to(logits, which[settled])] = ids.masked_fill(~equals, vocab_size).amin(dim=-1)
+        if settled.all():
+            return
+        which, log_p = which[~settled], log_p[_to(logits, np.flatnonzero(~settled))]
+
+
+def _threshold(values: Tensor, which: np.ndarray, draws: Draws) -> tuple[Tensor, Tensor]:
+    """The smallest log p that is kept, ``[n, 1]``, judged by the ``values [n, width]`` of the most likely ids, in descending order.
+
+    Second, bool ``[n]``: whether no id beyond these could change that.
+    """
+
+    def column(source: np.ndarray) -> Tensor:
+        return torch.from_numpy(source[which]).to(values.device)[:, None]
+
+    top_k, top_p = column(draws.top_k), column(draws.top_p)
+    everything = values[:, -1:]
+    counted = top_k > 0
+    kth = torch.where(counted, values.gather(1, top_k.clamp(1, values.shape[1]) - 1), everything)
+    mass = values.exp().cumsum(dim=-1)
+    # of the ids that top_k keeps, those before which less than top_p of their mass lies
+    kept_mass = torch.where(counted, mass.gather(1, (values >= kth).sum(dim=-1, keepdim=True) - 1), 1.0)
+    before = torch.cat([torch.zeros_like(kth), mass[:, :-1]], dim=-1)
+    num_kept = (before < top_p * kept_mass).sum(dim=-1, keepdim=True).clamp_(min=1)
+    nucleus = torch.where(top_p < 1, values.gather(1, num_kept - 1), everything)
+    threshold = torch.maximum(torch.maximum(kth, nucleus), values[:, :1] + column(draws.min_p).log())
+    return threshold, ((everything < threshold) & (~counted | (everything < kth))).squeeze(1)
+
+
+def _logprobs(raw: Tensor, asked: np.ndarray, chosen: np.ndarray, num_logprobs: np.ndarray) -> list[TokenLogprobs | None]:
+    entries: list[TokenLogprobs | None] = [None] * len(chosen)
+    most = int(num_logprobs.max())
+    values, ids = torch.topk(raw, min(most, raw.shape[1]), dim=-1)
+    own = raw.gather(1, _to(raw, chosen[asked])[:, None]).squeeze(1).tolist()
+    for draw, logprob, top_ids, top_values in zip(asked.tolist(), own, ids.tolist(), values.tolist(), strict=True):
+        top = tuple(zip(top_ids, top_values, strict=True))[: num_logprobs[draw]]
+        entries[draw] = TokenLogprobs(int(chosen[draw]), logprob, top)
+    return entries
+
+
+def _to(like: Tensor, values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values).to(like.device)
