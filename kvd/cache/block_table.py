@@ -1,0 +1,112 @@
+"""A sequence's blocks, and the small records that the front door hands out."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvd.cache.hashing import Namespace
+from kvd.cache.prefix_tree import Node
+from kvd.types import BlockHash, BlockId, PackedTokens
+
+
+class BlockTable:
+    """Block ids by position: block i holds positions ``i * block_size_tokens`` and on. Compared by identity.
+
+    Readers may use every public attribute; only the cache writes them.
+    """
+
+    __slots__ = (
+        "block_ids",
+        "fills",
+        "is_broken",
+        "matched",
+        "namespace",
+        "num_cached_tokens",
+        "num_recomputed_tokens",
+        "num_recorded",
+        "num_restored_tokens",
+        "num_tokens",
+        "tip",
+        "waits_for",
+        "writable_tokens",
+    )
+
+    def __init__(self, namespace: Namespace, block_ids: list[BlockId], num_tokens: int, writable_tokens: int) -> None:
+        self.namespace = namespace
+        self.block_ids = block_ids
+        self.num_tokens = num_tokens
+        """Positions that hold content or are promised to be written."""
+        self.writable_tokens = writable_tokens
+        """Positions up to which ``extend`` needs no block and no copy."""
+        self.num_cached_tokens = 0
+        """Tokens matched in the tree when the table was allocated."""
+        self.num_restored_tokens = 0
+        """Of these, read from disk and given to a request for the first time."""
+        self.num_recomputed_tokens = 0
+        """Of these, recomputed before READY and given to a request for the first time."""
+        self.fills: deque[Node] = deque()
+        """Filling nodes that this table's owner is to compute, in order."""
+        self.waits_for: deque[Node] = deque()
+        """Matched nodes that others are still filling, in order."""
+        self.is_broken = False
+        """A node that it waited for failed: the table can only be released."""
+        self.matched: tuple[Node, ...] = ()
+        """Matched nodes whose use is told when ``waits_for`` is empty; empty then."""
+        self.tip: Node | None = None
+        """The node of the last recorded block, which the table need not hold (its own block may be a duplicate)."""
+        self.num_recorded = 0
+        """Full blocks that the tree was told of."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What the tree holds of a prompt: the matched nodes, root first."""
+
+    namespace: Namespace
+    token_ids: PackedTokens
+    nodes: tuple[Node, ...]
+    num_tokens: int
+    tree_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOnWrite:
+    """Copy block ``source`` to ``target`` before anything is written: the table holds ``target`` at ``index`` from now on."""
+
+    source: BlockId
+    target: BlockId
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """Where the bytes of a block read from disk go. ``node`` is the handle for ``complete_fill`` and ``fail_fill``."""
+
+    node: Node
+    block_id: BlockId
+    block_hash: BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class PinInfo:
+    """A pin whose blocks are all in memory."""
+
+    name: str
+    namespace: Namespace
+    num_tokens: int
+    uses: int
+    """Requests that were given the whole prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixInfo:
+    """A prefix in memory, for people."""
+
+    token_ids: PackedTokens
+    namespace: Namespace
+    num_tokens: int
+    uses: int
+    age_ticks: int
+    """Allocations and releases since its last use."""
+    is_pinned: bool

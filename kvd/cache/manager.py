@@ -1,0 +1,475 @@
+"""The front door of the cache: match, allocate, extend, release; fills, loads, leases, pins and eviction.
+
+Single-threaded: only the engine thread calls it. No call looks at a clock, and none costs more than the blocks that it
+names: the number of cached blocks enters only as a logarithm, on eviction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from kvd.cache.audit import check_cache
+from kvd.cache.block_table import BlockTable, CopyOnWrite, LoadTarget, PinInfo, PrefixInfo, PrefixMatch
+from kvd.cache.blocks import TreeBlocks
+from kvd.cache.errors import CacheError, PinCapacityError, PinNotReadyError, PinTooShortError
+from kvd.cache.events import BlockOrigin, BlocksUsed, CacheEvent
+from kvd.cache.eviction import EvictionPolicy, LruPolicy
+from kvd.cache.filling import Fillings
+from kvd.cache.hashing import Namespace, block_hash
+from kvd.cache.pins import PinBook
+from kvd.cache.prefix_tree import HashFunction, Node
+from kvd.types import TOKEN_BYTES, BlockHash, BlockId, PackedTokens
+
+__all__ = [
+    "BlockTable",
+    "CacheError",
+    "CacheManager",
+    "CopyOnWrite",
+    "EvictionPolicy",
+    "LoadTarget",
+    "LruPolicy",
+    "Node",
+    "PinCapacityError",
+    "PinInfo",
+    "PinNotReadyError",
+    "PinTooShortError",
+    "PrefixInfo",
+    "PrefixMatch",
+]
+
+_MAX_REMEMBERED_PREFIXES = 1024
+_LRU = LruPolicy()
+
+
+class CacheManager:
+    """Blocks, the prefix tree over them, and who uses what.
+
+    ``num_blocks`` and ``block_size_tokens`` shape the pool; ``free_watermark`` and ``max_pinned_fraction`` are fractions of it.
+    ``hash_function`` is the chained block hash, which the tree never trusts for equality.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size_tokens: int = 16,
+        free_watermark: float = 0.05,
+        max_pinned_fraction: float = 0.5,
+        policy: EvictionPolicy = _LRU,
+        hash_function: HashFunction = block_hash,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size_tokens = block_size_tokens
+        self.watermark_blocks = math.ceil(num_blocks * free_watermark)
+        self.max_pinned_blocks = int(num_blocks * max_pinned_fraction)
+        self._blocks = TreeBlocks(num_blocks, block_size_tokens, policy, hash_function)
+        self._pool = self._blocks.pool
+        self._tree = self._blocks.tree
+        self._pins = PinBook(self._blocks, block_size_tokens, self.max_pinned_blocks)
+        self._fillings = Fillings()
+        self._num_loading = 0
+        self._tables: set[BlockTable] = set()
+        self._counters: Counter[str] = Counter()
+        self._prefix_ends: dict[Node, None] = {}
+
+    # ------------------------------------------------------------------------------------------------ numbers
+
+    @property
+    def num_free(self) -> int:
+        """Blocks on the free list."""
+        return self._pool.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that the tree keeps and nobody uses."""
+        return self._pool.num_cached
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that tables and loads hold."""
+        return self._pool.num_used
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks held more than once."""
+        return self._pool.num_shared
+
+    @property
+    def num_available(self) -> int:
+        """Free blocks and cached ones that are not pinned; leases may hold some of these back for a moment."""
+        return self._blocks.num_available
+
+    @property
+    def num_transient(self) -> int:
+        """Blocks that leases and loads hold back for a moment."""
+        return len(self._blocks.leases) + self._num_loading
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Distinct blocks of all pins."""
+        return self._blocks.num_pinned
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` positions."""
+        return -(-num_tokens // self.block_size_tokens)
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start; ``hit_tokens_*`` by origin of the matched blocks."""
+        names = ["allocations", "forks", "copies", "query_tokens", "hit_tokens", *(f"hit_tokens_{origin.value}" for origin in BlockOrigin)]
+        return {"evictions": self._blocks.num_evicted, **{name: self._counters[name] for name in names}}
+
+    # ------------------------------------------------------------------------------------------------- tables
+
+    def match(self, token_ids: PackedTokens, namespace: Namespace) -> PrefixMatch:
+        """The longest prefix in the tree, ready or filling, of at most all tokens but the last (which must be computed for its logits).
+
+        A pure read, O(blocks of the prompt).
+        """
+        num_tokens = len(token_ids) // TOKEN_BYTES
+        nodes = self._tree.walk(namespace, token_ids, max(0, num_tokens - 1) // self.block_size_tokens)
+        return PrefixMatch(namespace, token_ids, tuple(nodes), len(nodes) * self.block_size_tokens, self._tree.version)
+
+    def allocate(
+        self,
+        match: PrefixMatch,
+        num_tokens: int,
+        *,
+        origin: BlockOrigin = BlockOrigin.COMPUTED,
+        counts_use: bool = True,
+        reserve_blocks: int = 0,
+    ) -> BlockTable | None:
+        """A table for the first ``num_tokens`` tokens of the match's prompt: the matched blocks, and private ones after them.
+
+        The full blocks beyond the match enter the tree at once as filling nodes of this table. ``counts_use`` is False for work that is no
+        user's (pins, recomputing) and for a request's resumption: no use is told, and blocks stay fresh. ``reserve_blocks`` must remain
+        available besides.
+
+        Returns:
+            None if there are not enough blocks; then nothing has changed.
+        """
+        path = match.nodes
+        if match.tree_version != self._tree.version:
+            path = self.match(match.token_ids, match.namespace).nodes
+        num_new = self.blocks_for(num_tokens) - len(path)
+        assert num_new > 0, "at least the last token is computed"
+        counts = self._pool.ref_counts
+        num_idle = sum(1 for node in path if counts[node.block_id] == 0 and node.num_pins == 0)
+        if num_new + reserve_blocks > self.num_available - num_idle:
+            return None
+        for node in path:
+            self._blocks.hold(node.block_id)
+        if not self._blocks.make_free(num_new):
+            for node in reversed(path):
+                self._blocks.drop(node.block_id)
+            return None
+        block_ids = [node.block_id for node in path]
+        block_ids.extend(self._pool.take() for _ in range(num_new))
+        self._counters["allocations"] += num_new
+        table = BlockTable(match.namespace, block_ids, num_tokens, len(block_ids) * self.block_size_tokens)
+        self._tables.add(table)
+        self._begin_fills(table, match.token_ids, path, origin=origin, uses=int(counts_use))
+        self._use(table, path, counts_use=counts_use)
+        return table
+
+    def extend(self, table: BlockTable, num_tokens: int) -> tuple[CopyOnWrite, ...] | None:
+        """Make positions up to ``num_tokens`` writable: further blocks, and private copies of shared ones that will be written.
+
+        Returns:
+            The copies to make before the next write; None if there are not enough blocks, and then nothing has changed.
+        """
+        if num_tokens <= table.writable_tokens:
+            if num_tokens > table.num_tokens:  # noqa: PLR1730 -- every decoding row comes by, and max() is a call
+                table.num_tokens = num_tokens
+            return ()
+        block_ids, counts, node_of = table.block_ids, self._pool.ref_counts, self._blocks.node_of
+        first_written = table.num_tokens // self.block_size_tokens
+        shared = [i for i in range(first_written, len(block_ids)) if counts[block_ids[i]] > 1 or node_of[block_ids[i]] is not None]
+        num_added = max(0, self.blocks_for(num_tokens) - len(block_ids))
+        if not self._blocks.make_free(num_added + len(shared)):
+            return None
+        copies = []
+        for index in shared:
+            copies.append(CopyOnWrite(block_ids[index], self._pool.take(), index))
+            block_ids[index] = copies[-1].target
+        for copy in copies:
+            self._blocks.drop(copy.source)
+        block_ids.extend(self._pool.take() for _ in range(num_added))
+        table.num_tokens = max(num_tokens, table.num_tokens)
+        table.writable_tokens = len(block_ids) * self.block_size_tokens
+        self._counters["allocations"] += num_added + len(copies)
+        self._counters["copies"] += len(copies)
+        return tuple(copies)
+
+    def record(self, table: BlockTable, token_ids: PackedTokens | bytearray, num_computed: int) -> None:
+        """The sequence's first ``num_computed`` tokens are computed: full blocks that the tree does not have become ready nodes.
+
+        A block whose tokens the tree has already stays private to the table.
+        """
+        num_full = num_computed // self.block_size_tokens
+        tip = table.tip
+        if tip is not None and not tip.in_tree:  # what this path hung on was evicted, so its blocks are wanted anew
+            tip = None
+        index = table.num_recorded if tip is not None else 0
+        if index >= num_full:
+            return
+        assert not table.fills, "output comes after the prompt"
+        assert not table.is_broken, "a broken table can only be released"
+        if tip is None:
+            tip = self._tree.root(table.namespace)
+        size = self._tree.block_bytes
+        while index < num_full:
+            tokens = bytes(token_ids[index * size : (index + 1) * size])
+            node = self._tree.child(tip, tokens)
+            if node is None:
+                if not tip.is_ready:
+                    break
+                node = self._blocks.insert(tip, tokens, table.block_ids[index], origin=BlockOrigin.COMPUTED, is_ready=True, uses=1)
+                self._blocks.tell_stored(node)
+            tip = node
+            index += 1
+        if index:
+            table.tip = tip
+        table.num_recorded = index
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second table over the same blocks; whoever first writes to a shared one gets a copy."""
+        assert not table.fills, "only a computed prompt can be forked"
+        assert not table.waits_for, "only a computed prompt can be forked"
+        for block_id in table.block_ids:
+            self._blocks.hold(block_id)
+        forked = BlockTable(table.namespace, list(table.block_ids), table.num_tokens, table.num_tokens)
+        forked.tip = table.tip
+        forked.num_recorded = table.num_recorded
+        table.writable_tokens = table.num_tokens
+        self._tables.add(forked)
+        self._counters["forks"] += 1
+        return forked
+
+    def truncate(self, table: BlockTable, num_tokens: int) -> None:
+        """Give up the positions from ``num_tokens`` on."""
+        assert not table.fills, "a prompt that is being computed is not truncated"
+        assert num_tokens <= table.num_tokens, "truncating does not extend"
+        keep = self.blocks_for(num_tokens)
+        for block_id in reversed(table.block_ids[keep:]):
+            self._blocks.drop(block_id)
+        del table.block_ids[keep:]
+        table.num_tokens = num_tokens
+        table.writable_tokens = num_tokens
+        if table.num_recorded > num_tokens // self.block_size_tokens:
+            table.num_recorded = 0
+            table.tip = None
+
+    def release(self, table: BlockTable) -> None:
+        """The sequence is over: its blocks stay cached where the tree has them, else they are free."""
+        assert not table.fills, "fail_fill comes first, for its followers must be told"
+        self._tables.remove(table)
+        self._fillings.unfollow(table)
+        self._blocks.tick += 1
+        for block_id in reversed(table.block_ids):
+            self._blocks.drop(block_id, ends_use=True)
+        table.block_ids.clear()
+        table.num_tokens = table.writable_tokens = 0
+        table.tip = None
+        table.matched = ()
+
+    # -------------------------------------------------------------------------------------------------- fills
+
+    def complete_fill(self, nodes: Iterable[Node]) -> None:
+        """The step or load that fills these nodes (parents before children) has completed; nodes that have left the tree are passed over."""
+        for node in nodes:
+            if not node.in_tree:
+                continue
+            assert node.parent is not None, "a node in the tree has a parent"
+            assert node.parent.is_ready, "parents are filled before their children"
+            owner, followers = self._fillings.complete(node)
+            node.is_ready = True
+            self._blocks.tell_stored(node)
+            for follower in followers:
+                if not follower.waits_for:
+                    self._tell_used(follower)
+            if owner is None:
+                self._num_loading -= 1
+                self._blocks.drop(node.block_id)
+
+    def fail_fill(self, nodes: Iterable[Node]) -> list[BlockTable]:
+        """These nodes will not be filled: they and all below them leave the tree.
+
+        Returns:
+            The tables, other than the owners of ``nodes``, that waited for a node that failed. They can only be released; their
+            sequences are to be planned anew.
+        """
+        failed, affected = self._fillings.fail(nodes)
+        for node, owner in reversed(failed):
+            self._blocks.withdraw(node)
+            if owner is None:
+                self._num_loading -= 1
+                self._blocks.drop(node.block_id)
+        return affected
+
+    def begin_load(
+        self, namespace: Namespace, blocks: Sequence[tuple[PackedTokens, int]], origin: BlockOrigin = BlockOrigin.RESTORED
+    ) -> list[LoadTarget] | None:
+        """Room for a chain of blocks from disk, each (its tokens, its uses), the first of a prompt first.
+
+        Nodes that are there already are skipped; where a request is filling one, nothing is loaded. The rest is filling until
+        ``complete_fill`` (parents before children) or ``fail_fill``.
+
+        Returns:
+            What is to be read; None if there are not enough blocks, and then nothing has changed.
+        """
+        path = self._tree.walk(namespace, b"".join(tokens for tokens, _ in blocks), len(blocks))
+        if any(not node.is_ready and self._fillings.owner(node) is not None for node in path):
+            return []
+        missing = blocks[len(path) :]
+        for node in path:
+            self._blocks.hold(node.block_id)
+        targets = None
+        if self._blocks.make_free(len(missing)):
+            targets = self._begin_load(namespace, path, missing, origin)
+        for node in reversed(path):
+            self._blocks.drop(node.block_id)
+        return targets
+
+    # ------------------------------------------------------------------------------------------ pins and leases
+
+    def pin(self, name: str, token_ids: PackedTokens, namespace: Namespace) -> int:
+        """Keep the full blocks of a prefix from eviction; a pin of that name is replaced.
+
+        Returns:
+            The number of blocks.
+
+        Raises:
+            PinTooShortError: the prefix has no full block.
+            PinNotReadyError: a block is not in memory, or still filling.
+            PinCapacityError: the pins would hold more than ``max_pinned_blocks``.
+        """
+        return self._pins.pin(name, token_ids, namespace)
+
+    def unpin(self, name: str) -> bool:
+        """Give a pin up; whether there was one."""
+        return self._pins.unpin(name)
+
+    def pins(self) -> dict[str, PinInfo]:
+        """The pins by name."""
+        return self._pins.infos()
+
+    def lease(self, block_id: BlockId, block_hash: BlockHash) -> bool:
+        """Hold a ready block against eviction (and so against writing) until ``end_lease``; False if it no longer holds that content."""
+        return self._blocks.lease(block_id, block_hash)
+
+    def end_lease(self, block_id: BlockId) -> None:
+        """End one lease of the block."""
+        self._blocks.end_lease(block_id)
+
+    # ----------------------------------------------------------------------------------- eviction and reports
+
+    def evict_to_watermark(self, max_blocks: int) -> int:
+        """Background eviction: free cached blocks until the watermark is met, at most ``max_blocks``; how many."""
+        return self._blocks.evict(min(max_blocks, self.watermark_blocks - self.num_free))
+
+    def take_events(self) -> tuple[CacheEvent, ...]:
+        """What happened since the last call, in order."""
+        events = tuple(self._blocks.events)
+        self._blocks.events.clear()
+        return events
+
+    def hottest(self, limit: int) -> list[PrefixInfo]:
+        """The most used prefixes in memory, among those that the latest requests shared or that were loaded."""
+        self._prefix_ends = {node: None for node in self._prefix_ends if node.in_tree}
+        ends = sorted((node for node in self._prefix_ends if node.is_ready), key=lambda node: (-node.uses, -node.last_used))
+        return [self._describe(node) for node in ends[:limit]]
+
+    def check_invariants(self) -> None:
+        """Audit everything against everything, O(all blocks); an AssertionError names what is wrong."""
+        check_cache(
+            self._blocks,
+            self._fillings,
+            pins=self._pins.nodes,
+            tables=self._tables,
+            num_loading=self._num_loading,
+            block_size_tokens=self.block_size_tokens,
+        )
+
+    # ------------------------------------------------------------------------------------------------ helpers
+
+    def _begin_fills(self, table: BlockTable, token_ids: PackedTokens, path: Sequence[Node], *, origin: BlockOrigin, uses: int) -> None:
+        size = self._tree.block_bytes
+        num_full = table.num_tokens // self.block_size_tokens
+        tip = path[-1] if path else None
+        for index in range(len(path), num_full):
+            parent = tip if tip is not None else self._tree.root(table.namespace)
+            tokens = token_ids[index * size : (index + 1) * size]
+            tip = self._tree.child(
+                parent, tokens
+            )  # the prompt's last block can be there already: it is not matched, for its last token's sake
+            if tip is None:
+                tip = self._blocks.insert(parent, tokens, table.block_ids[index], origin=origin, is_ready=False, uses=uses)
+                self._fillings.begin(tip, table)
+        table.tip = tip
+        table.num_recorded = num_full
+
+    def _begin_load(
+        self, namespace: Namespace, path: Sequence[Node], missing: Sequence[tuple[PackedTokens, int]], origin: BlockOrigin
+    ) -> list[LoadTarget]:
+        tip = path[-1] if path else None
+        targets = []
+        for tokens, uses in missing:
+            parent = tip if tip is not None else self._tree.root(namespace)
+            tip = self._blocks.insert(parent, tokens, self._pool.take(), origin=origin, is_ready=False, uses=uses)
+            self._fillings.begin(tip, None)
+            targets.append(LoadTarget(tip, tip.block_id, tip.block_hash))
+        self._num_loading += len(targets)
+        if tip is not None:
+            self._remember_prefix(tip)
+        return targets
+
+    def _use(self, table: BlockTable, path: Sequence[Node], *, counts_use: bool) -> None:
+        self._blocks.tick += 1
+        table.num_cached_tokens = len(path) * self.block_size_tokens
+        num_fresh: Counter[BlockOrigin] = Counter()
+        num_hit: Counter[BlockOrigin] = Counter()
+        for node in path:
+            node.last_used = self._blocks.tick
+            if not node.is_ready:
+                self._fillings.follow(node, table)
+            if counts_use:
+                node.uses += 1
+                num_hit[node.origin] += 1
+                num_fresh[node.origin] += node.is_fresh
+                node.is_fresh = False
+        if not counts_use:
+            return
+        table.num_restored_tokens = num_fresh[BlockOrigin.RESTORED] * self.block_size_tokens
+        table.num_recomputed_tokens = num_fresh[BlockOrigin.RECOMPUTED] * self.block_size_tokens
+        self._counters["query_tokens"] += table.num_tokens
+        self._counters["hit_tokens"] += table.num_cached_tokens
+        for origin, num_blocks in num_hit.items():
+            self._counters[f"hit_tokens_{origin.value}"] += num_blocks * self.block_size_tokens
+        if path:
+            table.matched = tuple(path)
+            self._remember_prefix(path[-1])
+            if not table.waits_for:
+                self._tell_used(table)
+
+    def _tell_used(self, table: BlockTable) -> None:
+        if table.matched:
+            self._blocks.events.append(BlocksUsed(tuple(node.block_hash for node in table.matched)))
+            table.matched = ()
+
+    def _remember_prefix(self, node: Node) -> None:
+        self._prefix_ends.pop(node, None)
+        self._prefix_ends[node] = None
+        if len(self._prefix_ends) > _MAX_REMEMBERED_PREFIXES:
+            del self._prefix_ends[next(iter(self._prefix_ends))]
+
+    def _describe(self, node: Node) -> PrefixInfo:
+        blocks: list[PackedTokens] = []
+        ancestor: Node | None = node
+        while ancestor is not None and ancestor.depth >= 0:
+            blocks.append(ancestor.token_ids)
+            ancestor = ancestor.parent
+        num_tokens = len(blocks) * self.block_size_tokens
+        age_ticks = self._blocks.tick - node.last_used
+        return PrefixInfo(b"".join(reversed(blocks)), node.namespace, num_tokens, node.uses, age_ticks, is_pinned=node.num_pins > 0)
