@@ -21,7 +21,9 @@ from kvd.cli.rules import Rule, conflicts, rule_of
 from kvd.cli.units import format_size, parse_size
 from kvd.config import ConfigError, DaemonConfig
 
-OTHER_VARIABLES = frozenset({"KVD_CONFIG", "KVD_CONNECT", "KVD_TIMEOUT", "KVD_MODELS_DIR", "KVD_FAILPOINTS"})
+OTHER_VARIABLES = frozenset(
+    {"KVD_CONFIG", "KVD_CONNECT", "KVD_TIMEOUT", "KVD_SERVER_KEY", "KVD_CLIENT_KEY_FILE", "KVD_MODELS_DIR", "KVD_FAILPOINTS"}
+)
 """Variables of the environment that are no configuration keys."""
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}

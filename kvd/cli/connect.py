@@ -1,0 +1,106 @@
+"""What every client command shares: where the daemon is, how long to wait for it, and how its answers are asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvd.cli.exits import CommandError, Exit
+
+if TYPE_CHECKING:
+    from kvd_client.client import Client
+
+_CONNECT_TIMEOUT_S = 5.0
+_NOT_READY = frozenset({"starting", "rehydrating", "draining"})
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The daemon that a command talks to."""
+
+    endpoint: str | None
+    timeout_s: float
+    wait: bool
+    server_key: str | None
+    client_key_file: Path | None
+
+    @contextmanager
+    def client(self, *, needs_ready: bool) -> Iterator[Client]:
+        """A connected client.
+
+        Args:
+            needs_ready: whether the call that follows is answered only by a daemon that is ready. Without ``--wait`` one that is not is an
+                error at once; a restart during the call is waited through in any case.
+
+        Raises:
+            CommandError: the daemon is not ready.
+            UsageError: the endpoint or a key is malformed.
+            KvdError: no daemon answers in time.
+        """
+        from kvd_client.client import Client
+
+        connect_timeout_s = self.timeout_s if self.wait else min(0.9 * self.timeout_s, _CONNECT_TIMEOUT_S)
+        try:
+            client = Client(
+                self.endpoint,
+                timeout_s=self.timeout_s,
+                connect_timeout_s=connect_timeout_s,
+                server_key=self.server_key,
+                client_key_file=self.client_key_file,
+            )
+        except (ValueError, OSError) as error:
+            raise click.UsageError(str(error)) from error
+        with client:
+            if needs_ready and self.wait:
+                client.wait_ready()
+            elif needs_ready and (state := client.ping().state) in _NOT_READY:
+                raise CommandError(f"the daemon at {client.endpoint} is {state}; --wait waits until it is ready", Exit.UNAVAILABLE)
+            yield client
+
+
+def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--connect`` and its companions; the command gets them as ``target``."""
+
+    @click.option(
+        "--connect",
+        metavar="ENDPOINT",
+        envvar="KVD_CONNECT",
+        help="The daemon's endpoint, ipc://PATH or tcp://HOST:PORT; $KVD_CONNECT otherwise, then the user's daemon, then the machine's.",
+    )
+    @click.option(
+        "--timeout",
+        "timeout_s",
+        metavar="SECONDS",
+        type=click.FloatRange(min=0, min_open=True),
+        envvar="KVD_TIMEOUT",
+        default=600.0,
+        show_default=True,
+        help="Time for the whole command; $KVD_TIMEOUT.",
+    )
+    @click.option("--wait", is_flag=True, help="Wait, at most --timeout, for a daemon that is not there yet or not ready.")
+    @click.option("--server-key", metavar="KEY", envvar="KVD_SERVER_KEY", help="The daemon's public CURVE key (Z85); $KVD_SERVER_KEY.")
+    @click.option(
+        "--client-key-file",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        envvar="KVD_CLIENT_KEY_FILE",
+        help="Own secret CURVE key; $KVD_CLIENT_KEY_FILE.",
+    )
+    @functools.wraps(command)
+    def wrapped(
+        *, connect: str | None, timeout_s: float, wait: bool, server_key: str | None, client_key_file: Path | None, **rest: Any
+    ) -> Any:
+        return command(target=Target(connect, timeout_s, wait, server_key, client_key_file), **rest)
+
+    return wrapped
+
+
+def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--json``; the command gets it as ``as_json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")(command)

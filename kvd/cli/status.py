@@ -1,0 +1,110 @@
+"""``kvd status``, ``kvd stats`` and ``kvd ping``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import click
+
+from kvd.cli.connect import Target, json_option, target_options
+from kvd.cli.output import print_facts, print_json, print_rows
+from kvd.cli.units import human_duration, human_size
+
+
+@click.command()
+@json_option
+@target_options
+def status_command(*, target: Target, as_json: bool) -> None:
+    """Show the daemon's state, requests, blocks, store and how its last start went. Answered in every state."""
+    with target.client(needs_ready=False) as client:
+        report = client.status()
+    if as_json:
+        print_json(report)
+    else:
+        print_facts(list(_status_facts(report)))
+
+
+@click.command()
+@json_option
+@target_options
+def stats_command(*, target: Target, as_json: bool) -> None:
+    """Show counters since the daemon's start, and their rates. Answered in every state."""
+    with target.client(needs_ready=False) as client:
+        report = client.stats()
+    if as_json:
+        print_json(report)
+        return
+    rates = report.get("rates_per_s", {})
+    rows = [
+        (name, _shown(name, value), f"{rates[key]:g}" if (key := name.rpartition(".")[2]) in rates else "-")
+        for name, value in _flat(report)
+    ]
+    print_rows(("COUNTER", "VALUE", f"PER S ({report.get('rates_window_s', 0):g} s)"), rows)
+
+
+@click.command()
+@json_option
+@target_options
+def ping_command(*, target: Target, as_json: bool) -> None:
+    """Ask whether a daemon answers, and in which state it is; with --wait, wait until it is ready."""
+    with target.client(needs_ready=target.wait) as client:
+        result = client.ping()
+        endpoint = client.endpoint
+    if as_json:
+        print_json(
+            {"endpoint": endpoint, "state": result.state, "instance": result.instance, "round_trip_ms": round(result.round_trip_s * 1e3, 3)}
+        )
+    else:
+        click.echo(f"{endpoint} is {result.state}, answered in {result.round_trip_s * 1e3:.1f} ms")
+
+
+def _status_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Name and value of each line; parts that the daemon does not know yet are left out."""
+    yield "state", str(report.get("state", "unknown"))
+    for name in ("model", "fingerprint", "instance"):
+        if report.get(name):
+            yield name, str(report[name])
+    if "uptime_s" in report:
+        yield "uptime", human_duration(report["uptime_s"])
+    if requests := report.get("requests"):
+        yield "requests", _list(requests)
+    if blocks := report.get("blocks"):
+        yield "blocks", _list(blocks)
+    if store := report.get("store"):
+        yield "store", _list(store)
+    if rehydration := report.get("rehydration"):
+        yield "rehydration", _list({key: value for key, value in rehydration.items() if key != "dropped"})
+        if dropped := rehydration.get("dropped"):
+            yield "dropped", _list(dropped)
+
+
+def _list(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{_label(name)} {_shown(name, value)}" for name, value in values.items() if value is not None)
+
+
+def _label(name: str) -> str:
+    return name.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        if name.endswith("bytes"):
+            return human_size(value)
+        if name.endswith(("_s", "seconds")):
+            return human_duration(value)
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    return _list(value) if isinstance(value, Mapping) else str(value)
+
+
+def _flat(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The counters by dotted name, rates left out."""
+    for name, value in report.items():
+        if name in {"rates_per_s", "rates_window_s"}:
+            continue
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
