@@ -1,0 +1,549 @@
+"""The commands against a stub of the client library: what they send, what they print, how they end."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from kvd_client.errors import ConnectionLost, KvdError, Timeout
+from kvd_client.results import CheckpointResult, Choice, Chunk, Completion, PingResult, PinResult, Timings, Usage
+
+from kvd.cli import app, serve
+from kvd.cli.exits import MEANINGS, Exit, exit_of_failure
+from kvd.cli.output import print_rows
+from kvd.types import RETRYABLE_CODES, ErrorCode
+
+USAGE = Usage(prompt_tokens=40, cached_tokens=32, restored_tokens=16, recomputed_tokens=0, completion_tokens=3)
+TIMINGS = Timings(queue_ms=0.5, ttft_ms=12.25, total_ms=30.0)
+STATUS = {
+    "state": "ready",
+    "model": "smollm2",
+    "fingerprint": "ab" * 4,
+    "instance": "cd" * 4,
+    "uptime_s": 61.5,
+    "requests": {"running": 2, "waiting": 1, "stalled": 0},
+    "blocks": {"total": 100, "used": 10, "cached": 20, "free": 70},
+    "store": {"nodes": 5, "blocks": 4, "bytes": 3 << 20, "wal_bytes": 1000, "last_checkpoint_age_s": 2.0, "degraded": False},
+    "rehydration": {"blocks": 4, "tokens": 64, "bytes": 3 << 20, "seconds": 0.5, "pins_pending": 0, "dropped": {"checksum": 1}},
+}
+STATS = {
+    "uptime_s": 10.0,
+    "scheduler": {"prefill_tokens": 120},
+    "store": {"wal_bytes": 2048},
+    "rates_per_s": {"prefill_tokens": 12.5},
+    "rates_window_s": 9.6,
+}
+PREFIXES = {
+    "pins": [
+        {"name": "support", "tokens": 1504, "hits": 7, "state": "held", "residency": "memory,disk", "priority": 50, "created_unix_s": 1.0}
+    ],
+    "hottest": [{"tokens": 96, "hits": 3, "residency": "memory", "age_s": 61.0}],
+}
+
+
+class StubStream:
+    def __init__(self, chunks, completion, fail):
+        self._chunks, self.completion, self._fail = chunks, completion, fail
+        self.closed = False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.closed = True
+
+    def __iter__(self):
+        yield from self._chunks
+        if self._fail:
+            raise self._fail
+
+
+class StubClient:
+    """Stands for kvd_client.Client; records the calls."""
+
+    calls: list
+    state = "ready"
+    fail: BaseException | None = None
+    texts = ("Hello there",)
+    made: dict
+
+    def __init__(self, endpoint=None, **options):
+        type(self).made = {"endpoint": endpoint, **options}
+        self.endpoint = endpoint or "ipc:///default"
+        self.closed = False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.closed = True
+
+    def _record(self, name, *args, **kwargs):
+        self.calls.append((name, args, kwargs))
+        if self.fail:
+            raise self.fail
+
+    def ping(self, **_):
+        return PingResult("cd" * 4, self.state, 0.002)
+
+    def wait_ready(self, **_):
+        self._record("wait_ready")
+
+    def _answer(self, name, prompt, stream=False, **options):
+        if stream:
+            self.calls.append((name, (prompt,), {"stream": True, **options}))
+        else:
+            self._record(name, prompt, **options)
+        choices = tuple(Choice(i, text, (1, 2, 3), "stop") for i, text in enumerate(self.texts))
+        completion = Completion(b"x" * 16, choices, USAGE, TIMINGS, 7)
+        chunks = [Chunk(0, 0, (1,), "Hello"), Chunk(0, 1, (2, 3), " there"), Chunk(0, 3, (), "", finish_reason="stop")]
+        return StubStream(chunks, completion, self.fail) if stream else completion
+
+    def generate(self, prompt, **options):
+        return self._answer("generate", prompt, **options)
+
+    def chat(self, messages, **options):
+        return self._answer("chat", messages, **options)
+
+    def tokenize(self, prompt=None, *, messages=None):
+        self._record("tokenize", prompt, messages=messages)
+        return (5, 6, 7)
+
+    def pin(self, name, prompt=None, *, messages=None, priority=50):
+        self._record("pin", name, prompt, messages=messages, priority=priority)
+        return PinResult(name, {"tokens": 96, "blocks": 6, "durable": "recipe+bytes"})
+
+    def unpin(self, name):
+        self._record("unpin", name)
+
+    def prefixes(self):
+        self._record("prefixes")
+        return PREFIXES
+
+    def status(self):
+        self._record("status")
+        return STATUS
+
+    def stats(self):
+        self._record("stats")
+        return STATS
+
+    def checkpoint(self):
+        self._record("checkpoint")
+        return CheckpointResult(3, 1 << 20)
+
+    def drain(self, drain_timeout_s=None):
+        self._record("drain", drain_timeout_s)
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    class Fresh(StubClient):
+        calls: list = []  # noqa: RUF012  one list a test
+        made: dict = {}  # noqa: RUF012
+
+    module = types.ModuleType("kvd_client.client")
+    module.Client = Fresh
+    monkeypatch.setitem(sys.modules, "kvd_client.client", module)
+    for variable in ("KVD_CONNECT", "KVD_TIMEOUT", "KVD_SERVER_KEY", "KVD_CLIENT_KEY_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    return Fresh
+
+
+def only_object(text: str) -> dict:
+    (line,) = text.splitlines()
+    return json.loads(line)
+
+
+def test_generate_prints_one_object_of_the_documented_shape(stub, capsys):
+    assert app.main(["generate", "--prompt", "Hi", "--json"]) == 0
+    assert only_object(capsys.readouterr().out) == {
+        "text": "Hello there",
+        "token_ids": [1, 2, 3],
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 40, "cached_tokens": 32, "restored_tokens": 16, "recomputed_tokens": 0, "completion_tokens": 3},
+        "timings": {"queue_ms": 0.5, "ttft_ms": 12.25, "total_ms": 30.0},
+    }
+    assert stub.calls == [("generate", ("Hi",), {})]
+
+
+def test_several_choices_are_listed(stub, capsys):
+    stub.texts = ("one", "two")
+    assert app.main(["generate", "--prompt", "Hi", "--n", "2", "--json"]) == 0
+    printed = only_object(capsys.readouterr().out)
+    assert set(printed) == {"choices", "usage", "timings"}
+    assert [choice["text"] for choice in printed["choices"]] == ["one", "two"]
+    assert set(printed["choices"][0]) == {"text", "token_ids", "finish_reason"}
+    assert app.main(["generate", "--prompt", "Hi", "--n", "2"]) == 0
+    assert capsys.readouterr().out == "[0] one\n[1] two\n"
+
+
+def test_every_flag_reaches_the_client_and_zero_is_a_value(stub):
+    flags = "--max-tokens 9 --temperature 0 --top-p 0.5 --top-k 0 --min-p 0 --repetition-penalty 1.5 --seed 0 --stop a --stop b --ignore-eos --n 1"
+    assert app.main(["generate", "--prompt", "Hi", *flags.split()]) == 0
+    ((_, _, options),) = stub.calls
+    assert options == {
+        "max_tokens": 9,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.5,
+        "seed": 0,
+        "stop": ("a", "b"),
+        "ignore_eos": True,
+        "n": 1,
+    }
+
+
+def test_a_system_prompt_makes_it_a_conversation(stub, tmp_path):
+    (tmp_path / "system.txt").write_text("Be brief.\n", encoding="utf-8")
+    expected = [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": "Hi"}]
+    assert app.main(["generate", "--prompt", "Hi", "--system-file", str(tmp_path / "system.txt")]) == 0
+    assert app.main(["chat", "--prompt", "Hi", "--system", "Be brief.\n"]) == 0
+    assert app.main(["chat", "--prompt", "Hi"]) == 0
+    assert [(name, args) for name, args, _ in stub.calls] == [("chat", (expected,)), ("chat", (expected,)), ("chat", (expected[1:],))]
+
+
+def test_stream_prints_as_it_comes(stub, capsys):
+    assert app.main(["generate", "--prompt", "Hi", "--stream"]) == 0
+    assert capsys.readouterr().out == "Hello there\n"
+
+
+def test_stream_with_json_keeps_standard_output_to_one_object(stub, capsys):
+    assert app.main(["generate", "--prompt", "Hi", "--stream", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert only_object(printed.out)["text"] == "Hello there"
+    assert printed.err == "Hello there\n"
+
+
+def test_the_prompt_may_come_from_standard_input(stub, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("grüße\n".encode())))
+    assert app.main(["generate"]) == 0
+    assert stub.calls[0][1] == ("grüße\n",)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
+    assert app.main(["generate", "--prompt", "-"]) == Exit.DATA
+
+
+def test_conversation_keeps_its_turns(stub, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    questions = iter(["one", "  ", "two"])
+
+    def ask(_prompt):
+        try:
+            return next(questions)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("builtins.input", ask)
+    assert app.main(["chat", "--system", "S", "--temperature", "0"]) == 0
+    (_, (first,), options), (_, (second,), _) = stub.calls
+    assert options == {"stream": True, "temperature": 0.0}
+    assert first == [{"role": "system", "content": "S"}, {"role": "user", "content": "one"}]
+    assert second == [*first, {"role": "assistant", "content": "Hello there"}, {"role": "user", "content": "two"}]
+    assert capsys.readouterr().out.count("Hello there\n") == 2
+
+
+def test_interrupting_an_answer_keeps_the_conversation_going(stub, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    def ask(_prompt):
+        if len(stub.calls) == 2:
+            raise KeyboardInterrupt
+        stub.fail = KeyboardInterrupt() if not stub.calls else None
+        return f"question {len(stub.calls)}"
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("builtins.input", ask)
+    assert app.main(["chat"]) == Exit.INTERRUPTED
+    assert stub.calls[1][1] == ([{"role": "user", "content": "question 1"}],), "the stopped answer is no part of the conversation"
+
+
+def test_tokenize(stub, capsys):
+    assert app.main(["tokenize", "--prompt", "abc", "--json"]) == 0
+    assert only_object(capsys.readouterr().out) == {"count": 3, "token_ids": [5, 6, 7]}
+    assert app.main(["tokenize", "--prompt", "abc", "--system", "S"]) == 0
+    assert capsys.readouterr().out == "5 6 7\n"
+    assert stub.calls[1][2]["messages"][0] == {"role": "system", "content": "S"}
+
+
+def test_pin_from_each_source(stub, tmp_path, capsys):
+    (tmp_path / "s.txt").write_text("You are.", encoding="utf-8")
+    (tmp_path / "m.json").write_text('[{"role": "system", "content": "x"}]', encoding="utf-8")
+    assert app.main(["pin", "a", "--system-file", str(tmp_path / "s.txt"), "--json"]) == 0
+    assert only_object(capsys.readouterr().out) == {"name": "a", "tokens": 96, "blocks": 6, "durable": "recipe+bytes"}
+    assert app.main(["pin", "b", "--messages-file", str(tmp_path / "m.json"), "--priority", "90"]) == 0
+    assert capsys.readouterr().out == "pinned b: 96 tokens, 6 blocks; recipe and bytes are on disk\n"
+    assert app.main(["pin", "c", "--prompt-file", str(tmp_path / "s.txt")]) == 0
+    assert stub.calls == [
+        ("pin", ("a", None), {"messages": [{"role": "system", "content": "You are."}], "priority": 50}),
+        ("pin", ("b", None), {"messages": [{"role": "system", "content": "x"}], "priority": 90}),
+        ("pin", ("c", "You are."), {"messages": None, "priority": 50}),
+    ]
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "[1]", '[{"content": "x"}]', "not json"])
+def test_wrong_messages_are_refused_before_anything_is_sent(stub, tmp_path, content, capsys):
+    (tmp_path / "m.json").write_text(content, encoding="utf-8")
+    assert app.main(["pin", "a", "--messages-file", str(tmp_path / "m.json")]) == Exit.DATA
+    assert "m.json" in capsys.readouterr().err
+    assert stub.calls == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["status"], STATUS),
+        (["stats"], STATS),
+        (["prefixes"], PREFIXES),
+        (["checkpoint"], {"blocks": 3, "bytes": 1 << 20}),
+        (["unpin", "a"], {"name": "a", "unpinned": True}),
+        (["drain"], {"draining": True}),
+        (["ping"], {"endpoint": "ipc:///default", "state": "ready", "instance": "cd" * 4, "round_trip_ms": 2.0}),
+    ],
+)
+def test_json_of_the_other_commands(stub, capsys, arguments, expected):
+    assert app.main([*arguments, "--json"]) == 0
+    assert only_object(capsys.readouterr().out) == expected
+
+
+def test_human_status(stub, capsys):
+    assert app.main(["status"]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    facts = {name.strip(): value.strip() for name, value in lines.items()}
+    assert facts["state"] == "ready"
+    assert facts["uptime"] == "1m 1s"
+    assert facts["requests"] == "running 2, waiting 1, stalled 0"
+    assert facts["store"] == "nodes 5, blocks 4, bytes 3.0 MiB, wal 1000 B, last checkpoint age 2.0s, degraded no"
+    assert facts["dropped"] == "checksum 1"
+
+
+def test_human_stats_and_prefixes(stub, capsys):
+    assert app.main(["stats"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0][:2] == ["COUNTER", "VALUE"]
+    assert ["scheduler.prefill_tokens", "120", "12.5"] in rows
+    assert ["store.wal_bytes", "2.0", "KiB", "-"] in rows
+    assert app.main(["prefixes"]) == 0
+    text = capsys.readouterr().out
+    assert "1 pins" in text
+    assert "support" in text
+    assert "1m 1s" in text
+
+
+def test_tables_align_numbers_to_the_right(capsys):
+    print_rows(("NAME", "N"), [("a", "5"), ("longer", "100")])
+    assert capsys.readouterr().out == "NAME      N\na         5\nlonger  100\n"
+    print_rows(("NAME",), [])
+    assert capsys.readouterr().out == "none\n"
+
+
+def test_where_to_connect_and_how_long(stub, monkeypatch):
+    assert app.main(["status", "--connect", "tcp://127.0.0.1:1", "--timeout", "2"]) == 0
+    assert stub.made["endpoint"] == "tcp://127.0.0.1:1"
+    assert stub.made["timeout_s"] == 2
+    assert stub.made["connect_timeout_s"] < 2
+    monkeypatch.setenv("KVD_CONNECT", "ipc:///env")
+    assert app.main(["status", "--timeout", "100", "--wait"]) == 0
+    assert stub.made["endpoint"] == "ipc:///env"
+    assert stub.made["connect_timeout_s"] == 100
+
+
+@pytest.mark.parametrize("state", ["starting", "rehydrating", "draining"])
+def test_a_daemon_that_is_not_ready_is_unavailable_unless_waited_for(stub, capsys, state):
+    stub.state = state
+    assert app.main(["generate", "--prompt", "Hi"]) == Exit.UNAVAILABLE
+    assert f"is {state}; --wait" in capsys.readouterr().err
+    assert stub.calls == []
+    assert app.main(["generate", "--prompt", "Hi", "--wait"]) == 0
+    assert [name for name, *_ in stub.calls] == ["wait_ready", "generate"]
+    assert app.main(["status"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConnectionLost("no daemon answers"), 69),
+        (Timeout("not over"), 75),
+        (KvdError("full", code="overloaded", retryable=True), 75),
+        (KvdError("restart", code="engine_error", retryable=True), 75),
+        (KvdError("long", code="prompt_too_long"), 65),
+        (KvdError("pins", code="pin_capacity"), 73),
+        (KvdError("name", code="not_found"), 66),
+        (KvdError("what", code="unsupported_version"), 76),
+        (KvdError("key", code="authentication_failed"), 77),
+        (KvdError("bug", code="internal"), 70),
+        (KvdError("new", code="invented_later", retryable=True), 75),
+        (KvdError("new", code="invented_later"), 70),
+        (KeyboardInterrupt(), 130),
+        (BrokenPipeError(), 141),
+    ],
+)
+@pytest.mark.parametrize("flags", [[], ["--stream"]])
+def test_a_failure_is_one_line_and_an_exit_code(stub, capfd, error, code, flags, monkeypatch):
+    if isinstance(error, BrokenPipeError):
+        monkeypatch.setattr("os.dup2", lambda *_: None)
+    stub.fail = error
+    assert app.main(["generate", "--prompt", "Hi", *flags]) == code
+    if code not in {130, 141}:
+        assert capfd.readouterr().err == f"kvd: {error}\n"
+
+
+def test_every_failure_code_has_an_exit_code_that_is_documented():
+    for code in ErrorCode:
+        exit_code = exit_of_failure(code, retryable=code in RETRYABLE_CODES)
+        assert exit_code in MEANINGS
+        assert exit_code != Exit.OK
+    assert set(MEANINGS) == set(Exit)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["generate", "--no-such-flag"],
+        ["generate", "--prompt", "x", "--n", "2", "--stream"],
+        ["generate", "--prompt", "x", "--max-tokens", "many"],
+        ["generate", "--prompt", "x", "--system", "a", "--system-file", "b"],
+        ["pin", "a"],
+        ["pin", "a", "--system", "x", "--prompt-file", "y"],
+        ["pin"],
+        ["status", "--timeout", "0"],
+    ],
+)
+def test_a_wrong_command_line_exits_64(stub, capsys, arguments):
+    assert app.main(arguments) == Exit.USAGE
+    assert "Error:" in capsys.readouterr().err
+    assert stub.calls == []
+
+
+def test_a_missing_file_exits_66(stub, capsys):
+    assert app.main(["generate", "--prompt", "x", "--system-file", "/absent/file"]) == Exit.NO_INPUT
+    assert "/absent/file" in capsys.readouterr().err
+
+
+def test_a_fault_of_our_own_shows_its_traceback(stub):
+    stub.fail = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        app.main(["status"])
+
+
+def test_version(capsys):
+    assert app.main(["version", "--json"]) == 0
+    assert set(only_object(capsys.readouterr().out)) == {"version", "python"}
+
+
+# ------------------------------------------------------------------------------------------------------------ serve
+
+
+@pytest.fixture
+def daemon(monkeypatch, tmp_path):
+    """A stub of the composition root; returns the list of configurations that it was run with."""
+    runs = []
+    module = types.ModuleType("kvd.daemon")
+    module.run = lambda config: runs.append(config) or 7
+    monkeypatch.setitem(sys.modules, "kvd.daemon", module)
+    import kvd
+
+    monkeypatch.setattr(kvd, "daemon", module, raising=False)
+    monkeypatch.setattr("kvd.observe.logging.configure", lambda **_: None)
+    monkeypatch.setenv("KVD_MODELS_DIR", str(tmp_path / "models"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("KVD_CONFIG", raising=False)
+    return runs
+
+
+def test_serve_runs_the_daemon_with_the_loaded_configuration(daemon, tmp_path):
+    arguments = [
+        "serve",
+        "--executor",
+        "fake",
+        "--max-running",
+        "3",
+        "--listen",
+        "tcp://127.0.0.1:1",
+        "--listen",
+        "ipc:///x",
+        "--no-persist",
+    ]
+    assert app.main(arguments) == 7, "the daemon's exit status is the command's"
+    (config,) = daemon
+    assert config.scheduler.max_running == 3
+    assert config.transport.listen == ("tcp://127.0.0.1:1", "ipc:///x")
+    assert config.storage.persist is False
+    assert config.storage.state_dir == tmp_path / "state" / "kvd"
+
+
+def test_serve_without_the_model_names_the_one_command(daemon, capsys):
+    assert app.main(["serve"]) == Exit.CONFIG
+    assert capsys.readouterr().err == "kvd: model.model: smollm2 is not on this machine; run: kvd pull smollm2\n"
+    assert daemon == []
+
+
+def test_serve_resolves_the_models_name(daemon, tmp_path):
+    (tmp_path / "models").mkdir()
+    path = tmp_path / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    path.write_bytes(b"weights")
+    assert app.main(["serve", "--model", "smollm2"]) == 7
+    assert daemon[0].model.model == str(path)
+
+
+def test_serve_offers_to_pull_on_a_terminal(daemon, tmp_path, monkeypatch):
+    asked = []
+    path = tmp_path / "pulled.gguf"
+    monkeypatch.setattr(serve.sys, "stdin", types.SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(serve.sys, "stderr", types.SimpleNamespace(isatty=lambda: True, write=lambda _: None, flush=lambda: None))
+    monkeypatch.setattr("click.confirm", lambda question, **_: asked.append(question) or True)
+    monkeypatch.setattr("kvd.cli.pull.pull", lambda name: path if name == "smollm2" else None)
+    assert app.main(["serve"]) == 7
+    assert "smollm2" in asked[0]
+    assert daemon[0].model.model == str(path)
+    monkeypatch.setattr("click.confirm", lambda *_, **__: False)
+    assert app.main(["serve"]) == Exit.CONFIG
+
+
+def test_print_config_needs_no_model_and_starts_nothing(daemon, capsys):
+    assert app.main(["serve", "--print-config", "--kv-memory", "2GiB"]) == 0
+    assert 'kv_memory = "2GiB"' in capsys.readouterr().out
+    assert daemon == []
+
+
+def test_a_wrong_value_exits_78(daemon, capsys):
+    assert app.main(["serve", "--max-running", "0"]) == Exit.CONFIG
+    assert "flag --max-running" in capsys.readouterr().err
+
+
+def test_store_check_without_a_state_directory(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "kvd.storage.tools", types.SimpleNamespace(check_store=None, dump_store=None))
+    assert app.main(["store", "check", "--state-dir", str(tmp_path / "none")]) == Exit.NO_INPUT
+    assert "none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_store_check_and_dump(monkeypatch, tmp_path, capsys, ok):
+    seen = []
+
+    def check_store(state_dir: Path, *, repair: bool):
+        seen.append((state_dir, repair))
+        return {"ok": ok, "problems": [] if ok else ["block 3: checksum"], "blocks": 4}
+
+    tools = types.SimpleNamespace(
+        check_store=check_store, dump_store=lambda _: iter([{"kind": "node", "hash": b"\xab"}, {"kind": "block"}])
+    )
+    monkeypatch.setitem(sys.modules, "kvd.storage.tools", tools)
+    monkeypatch.setattr("kvd.observe.logging.configure", lambda **_: None)
+    assert app.main(["store", "check", "--state-dir", str(tmp_path), "--repair", "--json"]) == (0 if ok else Exit.DATA)
+    assert only_object(capsys.readouterr().out)["ok"] is ok
+    assert seen == [(tmp_path, True)]
+    assert app.main(["store", "dump", "--state-dir", str(tmp_path)]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [{"kind": "node", "hash": "ab"}, {"kind": "block"}]
