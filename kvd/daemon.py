@@ -212,7 +212,7 @@ class Daemon:
             vocab_size=257,
             executor=ExecutorThread(runner),
             load=lambda _: None,
-            facts={"executor": "fake"},
+            facts={"executor": "fake", "block_bytes": runner.groups()[0].row_bytes},
         )
 
     def _open_torch(self, fingerprint_cache: Path) -> _Engine:
@@ -232,7 +232,13 @@ class Daemon:
             vocab_size=opened.spec.vocab_size,
             executor=ExecutorThread(runner),
             load=opened.load,
-            facts={"executor": "torch", "device": str(opened.device), "dtype": str(opened.dtype).removeprefix("torch."), "threads": threads},
+            facts={
+                "executor": "torch",
+                "device": str(opened.device),
+                "dtype": str(opened.dtype).removeprefix("torch."),
+                "threads": threads,
+                "block_bytes": opened.pool.row_bytes,
+            },
         )
 
     def _serve(self, storage: Storage, engine: _Engine) -> LoopEnd:
@@ -339,7 +345,9 @@ class Daemon:
         for name, recipe in recipes.items():
             token_ids = recipe.token_ids if recipe.tokenizer_digest == text.digest else self._render(recipe, text)
             if token_ids is None:
-                self._log.warning("pin_not_computed", name=name, reason="made of ids of another tokenizer; pin it again from text or messages")
+                self._log.warning(
+                    "pin_not_computed", name=name, reason="made of ids of another tokenizer; pin it again from text or messages"
+                )
             else:
                 current[name] = msgspec.structs.replace(recipe, token_ids=token_ids)
         return current
@@ -350,7 +358,9 @@ class Daemon:
 
         try:
             if recipe.messages is not None:
-                return pack_tokens(text.system_prefix(recipe.messages, date=self._config.transport.template_date, args=recipe.template_args))
+                return pack_tokens(
+                    text.system_prefix(recipe.messages, date=self._config.transport.template_date, args=recipe.template_args)
+                )
             if recipe.text is not None:
                 return pack_tokens(text.encode(recipe.text))
         except TextError as error:

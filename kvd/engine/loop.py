@@ -179,7 +179,7 @@ class EngineLoop:
             "step",
             step=step.step,
             running=len(step.started) + len(step.continued.rows),
-            tokens=sum(row.num_tokens for row in step.started) + sum(step.continued.num_tokens),
+            num_tokens=sum(row.num_tokens for row in step.started) + sum(step.continued.num_tokens),
             blocks_used=cache.num_used,
             blocks_shared=cache.num_shared,
             blocks_cached=cache.num_cached,

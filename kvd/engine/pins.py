@@ -79,7 +79,9 @@ class Pins:
         num_blocks = len(recipe.token_ids) // self._block_bytes
         known = self._recipes.recipes().get(recipe.name)
         if known is not None and known.token_ids != recipe.token_ids:
-            return [OpFailed(command.op_id, ErrorCode.BAD_REQUEST, f"a pin named {recipe.name!r} with another prefix exists; unpin it first")]
+            return [
+                OpFailed(command.op_id, ErrorCode.BAD_REQUEST, f"a pin named {recipe.name!r} with another prefix exists; unpin it first")
+            ]
         refusal = self._refuse(recipe, num_blocks)
         if refusal is not None:
             return [OpFailed(command.op_id, *refusal)]

@@ -115,7 +115,9 @@ class Reports:
         now = self._clock.monotonic()
         if self._samples and now - self._samples[-1][0] < _SAMPLE_INTERVAL_S / 2:
             return
-        flat = {key: float(value) for part in (self._scheduler.stats(), self._cache.stats()) for key, value in part.items() if _is_count(value)}
+        flat = {
+            key: float(value) for part in (self._scheduler.stats(), self._cache.stats()) for key, value in part.items() if _is_count(value)
+        }
         self._samples.append((now, flat))
         while now - self._samples[0][0] > _RATE_WINDOW_S and len(self._samples) > 1:
             self._samples.popleft()

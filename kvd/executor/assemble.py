@@ -15,13 +15,12 @@ import torch
 from kvd.config import CacheConfig, ConfigError, ModelConfig, SchedulerConfig
 from kvd.executor.kv_pool import KvPool, row_bytes
 from kvd.executor.models.fingerprint import fingerprint
-from kvd.executor.models.spec import ModelSpec, inspect_model
-from kvd.executor.models.weights import load_decoder
+from kvd.executor.models.spec import ModelSpec, fit_length, inspect_model
+from kvd.executor.models.weights.load import load_decoder
 from kvd.executor.runner import TorchRunner
 from kvd.step import ExecutorOutput, SchedulerOutput
 from kvd.types import BlockId, KvGroup
 
-DEFAULT_MAX_MODEL_LEN = 8192
 _AUTO_POOL_MAX_BYTES = 4 << 30
 _GPU_POOL_FRACTION = 0.9
 
@@ -138,29 +137,26 @@ def open_model(
 
     Raises:
         ConfigError: the pool is too small for one sequence, or the settings don't fit the machine.
-        UnsupportedModelError, WeightsError: see executor/models.
+        ModelError: the model can't be served as it is (executor/models/spec.py).
     """
     torch.set_num_threads(threads)
-    spec = inspect_model(path)
+    spec, max_model_len = fit_length(inspect_model(path), model.max_model_len)
     device = resolve_device(model.device)
     dtype = resolve_dtype(model.dtype, device, spec.weights_dtype)
-    limit = spec.max_position_embeddings
-    if model.max_model_len > limit:
-        raise ConfigError(f"max_model_len = {model.max_model_len}: the model's own limit is {limit}")
-    max_model_len = model.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
     block_bytes = row_bytes(spec, dtype, cache.block_size_tokens)
     num_blocks = pool_bytes(cache.kv_memory, device) // block_bytes
     if num_blocks < 2:
-        raise ConfigError(f"kv_memory: {cache.kv_memory} bytes hold {num_blocks} blocks of {block_bytes} bytes; give at least {2 * block_bytes}")
+        raise ConfigError(
+            f"kv_memory: {cache.kv_memory} bytes hold {num_blocks} blocks of {block_bytes} bytes; give at least {2 * block_bytes}"
+        )
     pool = KvPool(spec, num_blocks, cache.block_size_tokens, dtype, device)
     digest = fingerprint(
         path,
         spec,
-        dtype=dtype,
+        dtype=str(dtype).removeprefix("torch."),
         block_size_tokens=cache.block_size_tokens,
         layout=pool.layout,
         kernel_family="torch",
-        max_model_len=max_model_len,
         cache_file=digest_cache,
     )
     return OpenedModel(

@@ -1,0 +1,75 @@
+"""A real daemon as a child process, for the tests that kill it. Uses the installed ``kvd`` command and nothing of the daemon's inside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from kvd_client import Client
+
+START_TIMEOUT_S = 60.0
+
+
+class DaemonProcess:
+    """``kvd serve`` on a state directory of its own.
+
+    Args:
+        root: an empty folder for state, socket and logs; a second daemon on the same root is a restart.
+        arguments: further flags of ``kvd serve``.
+        env: further environment, such as KVD_FAILPOINTS.
+    """
+
+    def __init__(self, root: Path, *arguments: str, env: dict[str, str] | None = None, fake: bool = True) -> None:
+        self.root = root
+        self.state_dir = root / "state"
+        self.endpoint = f"ipc://{root}/s.sock"
+        self.log_path = root / f"log.{len(list(root.glob('log.*')))}"
+        command = [sys.executable, "-m", "kvd", "serve", "--state-dir", str(self.state_dir), "--listen", self.endpoint, "--log-format", "json"]
+        if fake:
+            command += ["--executor", "fake"]
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("KVD_") or key == "KVD_MODELS_DIR"}
+        environ |= {"OMP_WAIT_POLICY": "PASSIVE", **(env or {})}
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen([*command, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environ, cwd=root)
+        self.started_s = time.monotonic()
+
+    def __enter__(self) -> DaemonProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if error is not None:
+            sys.stderr.write(f"--- {self.log_path}\n{self.log()}\n")
+
+    def client(self, timeout_s: float = 60.0) -> Client:
+        return Client(self.endpoint, timeout_s=timeout_s)
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> float:
+        """Seconds from exec to READY."""
+        with self.client() as client:
+            client.wait_ready(timeout_s=timeout_s)
+        return time.monotonic() - self.started_s
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash or the kernel's memory killer would."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def terminate(self, timeout_s: float = 60.0) -> int:
+        """SIGTERM; the exit code."""
+        self.process.terminate()
+        return self.process.wait(timeout_s)
+
+    def wait_dead(self, timeout_s: float = 60.0) -> int:
+        """The exit code (negative: the signal) of a daemon that is expected to die by itself."""
+        return self.process.wait(timeout_s)
+
+    def log(self) -> str:
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
