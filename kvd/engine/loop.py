@@ -122,6 +122,7 @@ class EngineLoop:
         self._step = 0
         self._work = StartWork()
         self._recomputing: set[bytes] = set()
+        self._checkpoints: set[bytes] = set()
         self._drain_requested = False
         self._drain_deadline_s = 0.0
         self._next_snapshot_s = 0.0
@@ -148,15 +149,21 @@ class EngineLoop:
                 if not self._collect():
                     return LoopEnd.ENGINE_ERROR
             elif step is None:
-                if self._state is State.DRAINING and not self._scheduler.has_work() and not self._unsent:
+                if self._is_drained():
                     return LoopEnd.DRAINED
                 self._inbox.wait(min(_IDLE_WAIT_S, self._observer.idle_delay_s()))
+
+    def _is_drained(self) -> bool:
+        if self._state is not State.DRAINING or self._scheduler.has_work() or self._unsent:
+            return False
+        return not (self._pins.has_open_operations or self._checkpoints) or self._clock.monotonic() >= self._drain_deadline_s
 
     # -------------------------------------------------------------------------------- one round
 
     def _between_steps(self) -> None:
         """What happens while the executor works: the last step's tokens leave, storage looks and copies, eviction catches up."""
         self._flush()
+        self._observer.set_queue_depth(self._scheduler.num_waiting)
         self._observer.on_step(self._step, self._cache.take_events())
         self._cache.evict_to_watermark(_EVICT_BLOCKS_PER_STEP)
         self._on_progress(self._state)
@@ -235,6 +242,7 @@ class EngineLoop:
             case Unpin():
                 self._unsent += self._pins.unpin(command)
             case CheckpointNow():
+                self._checkpoints.add(command.op_id)
                 self._observer.checkpoint_now(command.op_id)
             case RecipeDurable():
                 self._unsent += self._pins.on_recipe_durable(command)
@@ -269,7 +277,9 @@ class EngineLoop:
         pin_events = self._pins.on_checkpoint_done(command)
         if pin_events is not None:
             self._unsent += pin_events
-        elif command.error:
+            return
+        self._checkpoints.discard(command.op_id)
+        if command.error:
             self._unsent.append(OpFailed(command.op_id, ErrorCode.STORAGE_ERROR, command.error))
         else:
             self._unsent.append(OpDone(command.op_id, {"blocks": command.num_blocks, "bytes": command.num_bytes}))

@@ -150,8 +150,7 @@ class Pins:
         if pending is None:
             return []
         if command.error:
-            self._cache.unpin(pending.recipe.name)
-            return self._fail(pending, ErrorCode.STORAGE_ERROR, f"the recipe could not be written: {command.error}")
+            return self._take_back(pending, f"the recipe could not be written: {command.error}")
         self._persisting[pending.op_id] = pending
         self._observer.checkpoint_now(pending.op_id)
         return []
@@ -180,6 +179,11 @@ class Pins:
         """Recipes whose prefix is not held yet."""
         return len(self._computing)
 
+    @property
+    def has_open_operations(self) -> bool:
+        """Whether a client waits for the fate of a pin or unpin."""
+        return bool(self._computing or self._recording or self._persisting or self._unpinning)
+
     def report(self) -> list[dict[str, Any]]:
         """One entry a recipe, for ``kvd prefixes``."""
         held = self._cache.pins()
@@ -196,7 +200,7 @@ class Pins:
                     "state": state,
                     "reason": self._failed_at_start.get(recipe.name, ""),
                     "created_unix_s": recipe.created_unix_s,
-                    **(self._cache.pin_info(recipe.name) if state == "held" else {}),
+                    "uses": held[recipe.name].uses if state == "held" else 0,
                 }
             )
         return entries
@@ -244,6 +248,13 @@ class Pins:
             adapter=recipe.adapter,
         )
         return self._scheduler.submit(command, internal=True, background=background, origin=origin)
+
+    def _take_back(self, pending: _Pending, message: str) -> list[Event]:
+        """The pin can't be made durable: release it, and hold again what it replaced."""
+        self._cache.unpin(pending.recipe.name)
+        replaced = self._recipes.recipes().get(pending.recipe.name)
+        events = self._fail(pending, ErrorCode.STORAGE_ERROR, message)
+        return events + (self.restore({replaced.name: replaced}) if replaced is not None else [])
 
     def _fail(self, pending: _Pending, code: str, message: str) -> list[Event]:
         if pending.op_id:

@@ -48,6 +48,9 @@ class CacheObserver(Protocol):
 
     def on_step(self, step: int, events: Sequence[CacheEvent]) -> None: ...
 
+    def set_queue_depth(self, num_waiting: int) -> None:
+        """For the governor: how many requests wait."""
+
     def idle_delay_s(self) -> float:
         """Seconds after which an idle loop should call ``on_step`` again."""
 
