@@ -1,15 +1,16 @@
-"""What storage needs of the engine's side: the block bytes, the leases, the inbox."""
+"""What storage needs of the engine's side: the block bytes, the leases, the cache, the inbox, time and a log."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from kvd.cache.events import BlockOrigin
+from kvd.cache.hashing import Namespace
 from kvd.commands import CheckpointDone, RecipeDurable
 from kvd.types import BlockHash, BlockId, KvGroup
 
-
-__all__ = ["BlockIO", "KvGroup", "Leases", "StorageInbox", "Ticket"]
+__all__ = ["BlockIO", "Clock", "KvGroup", "Leases", "LoadTarget", "Log", "RehydrationCache", "StorageInbox", "Ticket"]
 
 
 class Ticket(Protocol):
@@ -46,7 +47,55 @@ class Leases(Protocol):
     def end_lease(self, block_id: BlockId) -> None: ...
 
 
+class LoadTarget(Protocol):
+    """A filling node that waits for its bytes."""
+
+    @property
+    def node(self) -> Any: ...
+
+    @property
+    def block_id(self) -> BlockId: ...
+
+    @property
+    def block_hash(self) -> BlockHash: ...
+
+
+class RehydrationCache(Protocol):
+    """The cache, as rehydration sees it, before the engine loop runs."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def num_free(self) -> int: ...
+
+    def begin_load(self, namespace: Namespace, blocks: Sequence[tuple[bytes, int]], origin: BlockOrigin) -> Sequence[LoadTarget] | None:
+        """Filling nodes for the (packed tokens, uses) of a chain from its root that are not in the tree yet; None without room."""
+
+    def complete_fill(self, nodes: Sequence[Any]) -> Any: ...
+
+    def fail_fill(self, nodes: Sequence[Any]) -> Any: ...
+
+
 class StorageInbox(Protocol):
     """The engine's inbox: any thread may put, a put never blocks."""
 
     def put_internal(self, command: RecipeDurable | CheckpointDone) -> None: ...
+
+
+class Clock(Protocol):
+    def monotonic(self) -> float:
+        """Seconds, never going back."""
+
+    def unix(self) -> float:
+        """Seconds since the epoch."""
+
+
+class Log(Protocol):
+    """A structured log, as structlog's."""
+
+    def info(self, event: str, **fields: Any) -> Any: ...
+
+    def warning(self, event: str, **fields: Any) -> Any: ...
+
+    def error(self, event: str, **fields: Any) -> Any: ...

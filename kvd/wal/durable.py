@@ -36,7 +36,8 @@ def replace_file(path: Path, data: bytes, *, points: tuple[str, str, str]) -> No
         OSError: nothing changed, or the new content stands but its name may not survive a power cut.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    temporary.unlink(missing_ok=True)  # never again the file of an attempt whose sync failed
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         write_all(fd, data, 0)
         failpoint(points[0])

@@ -280,7 +280,8 @@ class WalWriter:
         size_bytes = max(self._segment_bytes, needed)
         path = segment_path(self._directory, number)
         temporary = path.with_name(f".{path.name}.tmp")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        temporary.unlink(missing_ok=True)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             header = encode_segment_header(SegmentHeader(self._store_uuid, number, first[0], salt))
             # Real zeros, not fallocate: the later data syncs then change no metadata, and nothing stale can ever validate.

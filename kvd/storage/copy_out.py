@@ -1,0 +1,177 @@
+"""The engine thread's part of a checkpoint: lease what the planner wants, copy it to staging between two steps, end the leases when the copy is done.
+
+Nothing here waits: without a free buffer, with too many requests waiting, or above the governor's rate, the step is left alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvd.storage.ports import BlockIO, Clock, Leases, Ticket
+from kvd.storage.staging import StagingBuffer, StagingPool
+from kvd.storage.store_thread import StagedBatch
+from kvd.types import BlockHash, BlockId, KvGroup
+
+_MAX_COPIES_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A block whose bytes the planner wants on disk."""
+
+    block_hash: BlockHash
+    block_id: BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    wanted: list[Wanted]
+    buffer: StagingBuffer
+    tickets: list[Ticket]
+
+
+class Governor:
+    """How much may be copied now: bytes a second on average, nothing while the queue is deep."""
+
+    def __init__(self, *, bytes_per_s: int, burst_bytes: int, pause_queue_depth: int, clock: Clock) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._burst_bytes = burst_bytes
+        self._pause_queue_depth = pause_queue_depth
+        self._clock = clock
+        self._allowance = float(burst_bytes)
+        self._last_s = clock.monotonic()
+        self.queue_depth = 0
+        self.num_pauses = 0
+
+    @property
+    def is_paused(self) -> bool:
+        return 0 < self._pause_queue_depth < self.queue_depth
+
+    def take(self, num_bytes: int) -> bool:
+        """Whether ``num_bytes`` may be copied now; counted if so."""
+        if self.is_paused:
+            self.num_pauses += 1
+            return False
+        now = self._clock.monotonic()
+        self._allowance = min(float(self._burst_bytes), self._allowance + (now - self._last_s) * self._bytes_per_s)
+        self._last_s = now
+        if self._allowance < num_bytes:
+            return False
+        self._allowance -= num_bytes
+        return True
+
+
+class CopyOut:
+    """Engine thread only, except ``wanted``, which the planner fills.
+
+    ``on_staged`` gets each copied batch, ``on_returned`` the blocks that were not copied (``failed``: by an error, not because they left memory).
+    """
+
+    def __init__(
+        self,
+        *,
+        leases: Leases,
+        block_io: BlockIO,
+        groups: Sequence[KvGroup],
+        staging: StagingPool,
+        governor: Governor,
+        on_staged: Callable[[StagedBatch], None],
+        on_returned: Callable[[list[BlockHash], bool], None],
+    ) -> None:
+        self._leases = leases
+        self._block_io = block_io
+        self._groups = tuple(groups)
+        self._staging = staging
+        self._governor = governor
+        self._on_staged = on_staged
+        self._on_returned = on_returned
+        self._block_bytes = sum(group.row_bytes for group in groups)
+        self._copies: deque[_Copy] = deque()
+        self._is_dead = False
+        self.wanted: deque[Wanted] = deque()
+        self.ungoverned = False
+        self.num_copied_bytes = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether ``poll`` has something to do soon."""
+        return bool(self._copies) or (bool(self.wanted) and not self._governor.is_paused)
+
+    def poll(self) -> None:
+        """Take up finished copies and start at most one new one."""
+        while self._copies and all(ticket.done() for ticket in self._copies[0].tickets):
+            self._finish(self._copies.popleft())
+        if self.wanted and len(self._copies) < _MAX_COPIES_IN_FLIGHT:
+            self._begin()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until the oldest copy is done or the time is over (shutdown only)."""
+        if self._copies:
+            self._copies[0].tickets[-1].wait(timeout_s)
+
+    def _begin(self) -> None:
+        if self._is_dead:
+            self._return_all()
+            return
+        count = min(len(self.wanted), self._staging.max_blocks)
+        if not self.ungoverned and not self._governor.take(count * self._block_bytes):
+            return
+        buffer = self._staging.take()
+        if buffer is None:
+            return
+        leased: list[Wanted] = []
+        gone: list[BlockHash] = []
+        while self.wanted and len(leased) < count:
+            each = self._next()
+            if each is None:
+                break
+            if self._leases.lease(each.block_id, each.block_hash):
+                leased.append(each)
+            else:
+                gone.append(each.block_hash)
+        if gone:
+            self._on_returned(gone, False)
+        if not leased:
+            self._staging.give_back(buffer)
+            return
+        tickets: list[Ticket] = []
+        ids = [each.block_id for each in leased]
+        try:
+            for group in self._groups:
+                tickets.append(self._block_io.copy_out(group.name, ids, buffer.rows(group.name, len(ids))))  # noqa: PERF401 (those begun must be known)
+        except Exception:
+            # The executor has failed or is closed; the loop learns so by itself. A copy that is under way still writes to the buffer: it is not used again.
+            self._is_dead = True
+            self._end_leases(leased)
+            self._on_returned([each.block_hash for each in leased], True)
+            return
+        self._copies.append(_Copy(leased, buffer, tickets))
+
+    def _finish(self, copy: _Copy) -> None:
+        self._end_leases(copy.wanted)
+        hashes = tuple(each.block_hash for each in copy.wanted)
+        if any(ticket.error is not None for ticket in copy.tickets):
+            self._is_dead = True
+            self._staging.give_back(copy.buffer)
+            self._on_returned(list(hashes), True)
+            return
+        self.num_copied_bytes += len(hashes) * self._block_bytes
+        self._on_staged(StagedBatch(hashes, copy.buffer))
+
+    def _end_leases(self, wanted: list[Wanted]) -> None:
+        for each in wanted:
+            self._leases.end_lease(each.block_id)
+
+    def _next(self) -> Wanted | None:
+        try:
+            return self.wanted.popleft()
+        except IndexError:  # the planner took everything back
+            return None
+
+    def _return_all(self) -> None:
+        hashes = []
+        while (each := self._next()) is not None:
+            hashes.append(each.block_hash)
+        self._on_returned(hashes, True)

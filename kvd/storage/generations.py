@@ -1,0 +1,204 @@
+"""Store generations: ``kv/<n>/data.mdb``, and ``kv/CURRENT`` that names the one in use and the store's identity.
+
+A generation comes into being under a temporary name, is synced and renamed; then CURRENT is replaced by rename. Whatever a crash leaves
+between is swept at the next start. A generation that must not be used any more is renamed to ``<n>.aside``; one such is kept, if it is small enough, for people
+to look at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from crc32c import crc32c
+
+from kvd.observe.failpoints import declare, failpoint
+from kvd.storage.errors import StoreDamagedError, StoreFullError, UnknownFormatError
+from kvd.storage.schema import FORMAT_VERSION, StoreMeta
+from kvd.storage.store import DATA_NAME, Store
+from kvd.wal.durable import replace_file, sync_directory
+
+declare(
+    "store.create.before_rename",
+    "store.create.after_rename",
+    "store.current.before_sync",
+    "store.current.before_rename",
+    "store.current.after_rename",
+    "store.aside.before_rename",
+    "store.aside.after_rename",
+)
+
+STORE_NAME = "kv"
+CURRENT_NAME = "CURRENT"
+_CURRENT = re.compile(r"^kvd-store (\d+) (\d+) ([0-9a-f]{32}) ([0-9a-f]{8})\n$")
+_POINTS = ("store.current.before_sync", "store.current.before_rename", "store.current.after_rename")
+
+
+@dataclass(frozen=True, slots=True)
+class Current:
+    """What CURRENT says."""
+
+    generation: int
+    store_uuid: bytes
+
+
+def encode_current(current: Current) -> bytes:
+    body = f"kvd-store {FORMAT_VERSION} {current.generation} {current.store_uuid.hex()}"
+    return f"{body} {crc32c(body.encode()):08x}\n".encode()
+
+
+def read_current(state_dir: Path) -> Current | None:
+    """CURRENT's content; None without the file.
+
+    Raises:
+        StoreDamagedError: it does not parse or its checksum does not match.
+        UnknownFormatError: it is whole and of another format.
+    """
+    path = state_dir / STORE_NAME / CURRENT_NAME
+    try:
+        text = path.read_bytes().decode("ascii", "replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreDamagedError(f"{path} can't be read: {error}") from error
+    match = _CURRENT.match(text)
+    if match is None or int(match[4], 16) != crc32c(text.rsplit(" ", 1)[0].encode()):
+        raise StoreDamagedError(f"{path} is damaged")
+    if int(match[1]) != FORMAT_VERSION:
+        raise UnknownFormatError(f"{path}: a store of format {match[1]}; this version reads format {FORMAT_VERSION}")
+    return Current(int(match[2]), bytes.fromhex(match[3]))
+
+
+class Generations:
+    """The state directory's generations. Used by one thread at a time; the state lock is held.
+
+    ``max_aside_bytes`` bounds a generation that is kept aside. ``damage`` collects, as sentences, what was found wrong.
+    """
+
+    def __init__(self, state_dir: Path, *, map_bytes: int, max_aside_bytes: int) -> None:
+        self._state_dir = state_dir
+        self._root = state_dir / STORE_NAME
+        self._map_bytes = map_bytes
+        self._max_aside_bytes = max_aside_bytes
+        self.damage: list[str] = []
+        self._root.mkdir(mode=0o700, exist_ok=True)
+        try:
+            current = read_current(state_dir)
+        except StoreDamagedError as error:
+            self.damage.append(str(error))
+            current = None
+        self._is_new = current is None
+        self.current = current or Current(self._highest(), os.urandom(16))
+        self._sweep()
+
+    def open(self, now_unix_s: int) -> Store:
+        """Open the current generation; a fresh one if there is none that may be used.
+
+        Raises:
+            UnknownFormatError: the generation is of another format.
+            StoreFullError, StoreDamagedError, OSError: not even a fresh one can be made.
+        """
+        if self._is_new or not self._directory().is_dir():
+            return self.create_fresh(now_unix_s)
+        try:
+            store = self._open_current()
+        except StoreDamagedError as error:
+            self.damage.append(str(error))
+            self.set_aside()
+            return self.create_fresh(now_unix_s)
+        return self._compacted(store) if store.file_bytes > self._map_bytes else store
+
+    def create_fresh(self, now_unix_s: int) -> Store:
+        """Make and open the next generation, empty, under the same identity.
+
+        Raises:
+            StoreFullError, StoreDamagedError, OSError: it can't be made; nothing changed.
+        """
+        generation = max(self._highest(), self.current.generation) + 1
+        temporary = self._temporary(generation)
+        Store.create(temporary, self._map_bytes, StoreMeta(self.current.store_uuid, generation, 0, now_unix_s, clean=False))
+        self._adopt(temporary, generation)
+        return self._open_current()
+
+    def set_aside(self) -> None:
+        """Take the current generation, closed or never opened, out of use."""
+        directory = self._directory()
+        for old in self._root.glob("*.aside"):
+            shutil.rmtree(old, ignore_errors=True)
+        if not directory.exists():
+            return
+        failpoint("store.aside.before_rename")
+        aside = directory.with_name(f"{directory.name}.aside")
+        directory.rename(aside)
+        failpoint("store.aside.after_rename")
+        sync_directory(self._root)
+        data = aside / DATA_NAME
+        if data.exists() and data.stat().st_size > self._max_aside_bytes:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    # -------------------------------------------------------------------------------- within
+
+    def _directory(self) -> Path:
+        return self._root / str(self.current.generation)
+
+    def _open_current(self) -> Store:
+        store = Store(self._directory(), self._map_bytes)
+        if store.meta.store_uuid != self.current.store_uuid:
+            store.close()
+            raise StoreDamagedError(f"{self._directory()} belongs to another store than {CURRENT_NAME} names")
+        return store
+
+    def _compacted(self, store: Store) -> Store:
+        """The budget became smaller: copy what is in use to a new generation if that fits, else go on (expiry frees pages for the next start)."""
+        generation = self.current.generation + 1
+        temporary = self._temporary(generation)
+        try:
+            store.copy_compact(temporary)
+        except (StoreFullError, StoreDamagedError) as error:
+            self.damage.append(f"the store can't be compacted: {error}")
+            shutil.rmtree(temporary, ignore_errors=True)
+            return store
+        if (temporary / DATA_NAME).stat().st_size > self._map_bytes:
+            shutil.rmtree(temporary, ignore_errors=True)
+            return store
+        store.close()
+        old = self._directory()
+        self._adopt(temporary, generation)
+        shutil.rmtree(old, ignore_errors=True)
+        return self._open_current()
+
+    def _temporary(self, generation: int) -> Path:
+        temporary = self._root / f".{generation}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(mode=0o700)
+        return temporary
+
+    def _adopt(self, temporary: Path, generation: int) -> None:
+        data = os.open(temporary / DATA_NAME, os.O_RDONLY)
+        try:
+            os.fsync(data)
+        finally:
+            os.close(data)
+        sync_directory(temporary)
+        failpoint("store.create.before_rename")
+        temporary.rename(self._root / str(generation))
+        failpoint("store.create.after_rename")
+        sync_directory(self._root)
+        self.current = replace(self.current, generation=generation)
+        replace_file(self._root / CURRENT_NAME, encode_current(self.current), points=_POINTS)
+        self._is_new = False
+
+    def _highest(self) -> int:
+        return max((int(path.name) for path in self._root.iterdir() if path.name.isdigit()), default=0)
+
+    def _sweep(self) -> None:
+        """Remove what a crash left: temporary folders, and generations that CURRENT does not name."""
+        for path in self._root.iterdir():
+            is_leftover = path.name.startswith(".") or (
+                path.name.isdigit() and int(path.name) != self.current.generation and not self._is_new
+            )
+            if is_leftover:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

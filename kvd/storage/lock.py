@@ -1,0 +1,56 @@
+"""One writer: an advisory lock on ``lock`` in the state directory, with the holder's pid for people to read.
+
+The kernel drops the lock with its holder, however that ended. The file stays: unlinking it would let two processes hold two files of one name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from kvd.storage.errors import StateLockedError
+
+LOCK_NAME = "lock"
+
+
+class StateLock:
+    """Held from construction to ``release``.
+
+    Raises:
+        StateLockedError: another process holds it.
+        OSError: the directory can't be written.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        path = state_dir / LOCK_NAME
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(self._fd)
+            raise StateLockedError(f"{state_dir} is in use by process {holder}; one daemon per state directory") from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def is_locked(state_dir: Path) -> bool:
+    """Whether a process holds the state directory at this moment (for tools; takes nothing)."""
+    try:
+        fd = os.open(state_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,304 @@
+"""Every block that storage knows, in memory: the node table of the store, what the log adds to it, and what happens while the daemon runs.
+
+A node is kept after its bytes left memory and disk: its tokens are enough to compute it again. The index belongs to one thread at a time (the
+starting thread, then the planner's).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from kvd.cache.hashing import Namespace, block_hash
+from kvd.storage.schema import NodeRow
+from kvd.types import TOKEN_BYTES, BlockHash, BlockId
+from kvd.wal.record import Forget, Insert, Pin, Record, Unpin
+
+_HALF_COST_TOKENS = 4096
+"""A position's attention costs as much as its linear layers at about this context: the recompute cost of a block grows with its depth."""
+
+_NO_BLOCK = BlockId(-1)
+
+
+class IndexNode:
+    """One block. ``block_id`` is -1 unless it is ready in memory; ``stored_bytes`` is 0 unless its bytes are on disk."""
+
+    __slots__ = (
+        "block_hash",
+        "block_id",
+        "depth",
+        "last_use_unix_s",
+        "num_children",
+        "num_pins",
+        "origin",
+        "parent",
+        "queued",
+        "root",
+        "stored_bytes",
+        "token_ids",
+        "uses",
+    )
+
+    def __init__(self, block_hash: BlockHash, root: BlockHash, parent: IndexNode | None, token_ids: bytes) -> None:
+        self.block_hash = block_hash
+        self.root = root
+        self.parent = parent
+        self.token_ids = token_ids
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.uses = 0
+        self.last_use_unix_s = 0
+        self.origin = "computed"
+        self.block_id = _NO_BLOCK
+        self.stored_bytes = 0
+        self.num_children = 0
+        self.num_pins = 0
+        self.queued = False
+
+    @property
+    def is_resident(self) -> bool:
+        return self.block_id >= 0
+
+    def row(self) -> NodeRow:
+        parent = self.root if self.parent is None else self.parent.block_hash
+        return NodeRow(self.block_hash, self.root, parent, self.token_ids, self.depth, self.uses, self.last_use_unix_s, self.origin)
+
+    def chain(self) -> list[IndexNode]:
+        """Its ancestors and itself, root first."""
+        nodes: list[IndexNode] = []
+        node = self
+        while True:
+            nodes.append(node)
+            if node.parent is None:
+                return nodes[::-1]
+            node = node.parent
+
+
+class NodeIndex:
+    """Nodes, namespaces and pins, and what of them the store does not know yet (``dirty`` and ``removed``)."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = max(1, block_bytes)
+        self.nodes: dict[BlockHash, IndexNode] = {}
+        self.namespaces: dict[BlockHash, Namespace] = {}
+        self.pins: dict[str, BlockHash] = {}
+        self.num_stored = 0
+        self.stored_bytes = 0
+        self.dirty: dict[BlockHash, IndexNode] = {}
+        self.removed: set[BlockHash] = set()
+        self.dropped_bytes: set[BlockHash] = set()
+        self.dirty_namespaces: set[BlockHash] = set()
+        self.dirty_pins: set[str] = set()
+
+    # -------------------------------------------------------------------------------- filling it
+
+    def load(self, namespaces: Iterable[Namespace], rows: Iterable[NodeRow], pins: Iterable[tuple[str, BlockHash]]) -> int:
+        """Take what the store holds; the number of rows without a parent or namespace, which are marked for removal."""
+        for namespace in namespaces:
+            self.namespaces[namespace.root] = namespace
+        num_orphans = 0
+        for row in sorted(rows, key=lambda each: each.depth):
+            node = self._add(row.block_hash, row.root, row.parent, row.token_ids)
+            if node is None or node.depth != row.depth:
+                num_orphans += 1
+                self.removed.add(row.block_hash)
+                continue
+            node.uses, node.last_use_unix_s, node.origin = row.uses, row.last_use_unix_s, row.origin
+        for name, leaf in pins:
+            if leaf in self.nodes:
+                self._pin(name, leaf)
+            else:
+                self.dirty_pins.add(name)
+        return num_orphans
+
+    def apply(self, record: Record) -> None:
+        """Take a record of the log; applying one again changes nothing."""
+        if isinstance(record, Insert):
+            if record.namespace is not None:
+                namespace = Namespace(*record.namespace)
+                if namespace.root == record.root:
+                    self.add_namespace(namespace)
+            self.insert(BlockHash(record.root), BlockHash(record.parent), record.token_ids)
+        elif isinstance(record, Pin):
+            self.pin(record.name, BlockHash(record.leaf))
+        elif isinstance(record, Unpin):
+            self.unpin(record.name)
+        elif isinstance(record, Forget):
+            for each in record.block_hashes:
+                node = self.nodes.get(BlockHash(each))
+                if node is not None:
+                    self.drop_bytes(node)
+
+    def add_namespace(self, namespace: Namespace) -> bool:
+        """Whether it is new."""
+        if namespace.root in self.namespaces:
+            return False
+        self.namespaces[namespace.root] = namespace
+        self.dirty_namespaces.add(namespace.root)
+        return True
+
+    def insert(self, root: BlockHash, parent: BlockHash, token_ids: bytes) -> IndexNode | None:
+        """The node of these tokens below ``parent``, made if need be; None if the parent or the namespace is unknown."""
+        key = block_hash(parent, token_ids)
+        node = self.nodes.get(key)
+        if node is None:
+            node = self._add(key, root, parent, token_ids)
+            if node is not None:
+                node.uses = 1
+                self.dirty[key] = node
+                self.removed.discard(key)
+        return node
+
+    def _add(self, key: BlockHash, root: BlockHash, parent_hash: BlockHash, token_ids: bytes) -> IndexNode | None:
+        if root not in self.namespaces or not token_ids or len(token_ids) % TOKEN_BYTES:
+            return None
+        parent = None
+        if parent_hash != root:
+            parent = self.nodes.get(parent_hash)
+            if parent is None or parent.root != root:
+                return None
+            parent.num_children += 1
+        node = IndexNode(key, root, parent, token_ids)
+        self.nodes[key] = node
+        return node
+
+    # -------------------------------------------------------------------------------- pins
+
+    def pin(self, name: str, leaf: BlockHash) -> bool:
+        """Whether the leaf is known."""
+        if leaf not in self.nodes:
+            return False
+        if self.pins.get(name) != leaf:
+            self.unpin(name)
+            self._pin(name, leaf)
+            self.dirty_pins.add(name)
+        return True
+
+    def unpin(self, name: str) -> None:
+        leaf = self.pins.pop(name, None)
+        if leaf is None:
+            return
+        self.dirty_pins.add(name)
+        for node in self.nodes[leaf].chain():
+            node.num_pins -= 1
+
+    def _pin(self, name: str, leaf: BlockHash) -> None:
+        self.pins[name] = leaf
+        for node in self.nodes[leaf].chain():
+            node.num_pins += 1
+
+    # -------------------------------------------------------------------------------- bytes on disk
+
+    def set_stored(self, node: IndexNode, num_bytes: int) -> None:
+        """The node's bytes are durable."""
+        if node.stored_bytes:
+            self.stored_bytes -= node.stored_bytes
+            self.num_stored -= 1
+        node.stored_bytes = num_bytes
+        self.stored_bytes += num_bytes
+        self.num_stored += 1
+        self.dropped_bytes.discard(node.block_hash)
+
+    def drop_bytes(self, node: IndexNode) -> None:
+        """The node's bytes are to leave the disk."""
+        self.dropped_bytes.add(node.block_hash)
+        if node.stored_bytes:
+            self.stored_bytes -= node.stored_bytes
+            self.num_stored -= 1
+            node.stored_bytes = 0
+
+    def forget_stored(self) -> None:
+        """The generation is gone: nothing is on disk, and everything has to be written again."""
+        for node in self.nodes.values():
+            node.stored_bytes = 0
+        self.num_stored = self.stored_bytes = 0
+        self.dirty = dict(self.nodes)
+        self.removed.clear()
+        self.dropped_bytes.clear()
+        self.dirty_namespaces = set(self.namespaces)
+        self.dirty_pins = set(self.pins)
+
+    # -------------------------------------------------------------------------------- worth
+
+    def value(self, node: IndexNode) -> float:
+        """What keeping the node's bytes is worth: uses × recompute cost ÷ bytes."""
+        position = node.depth * (len(node.token_ids) // TOKEN_BYTES)
+        return node.uses * (1.0 + position / _HALF_COST_TOKENS) / self._block_bytes
+
+    def rank(self, node: IndexNode) -> tuple[bool, float, int]:
+        """Sort key, the least valuable first; pins last."""
+        return (node.num_pins > 0, self.value(node), node.last_use_unix_s)
+
+    def expire_bytes(self, num_bytes: int, below: tuple[bool, float, int] | None = None) -> int:
+        """Drop the bytes of the least valuable blocks, leaves of what is on disk first, until ``num_bytes`` are freed.
+
+        ``below``: only of blocks that rank under it. Returns the bytes that were freed.
+        """
+        stored_children: dict[BlockHash, int] = {}
+        stored = [node for node in self.nodes.values() if node.stored_bytes]
+        for node in stored:
+            if node.parent is not None:
+                key = node.parent.block_hash
+                stored_children[key] = stored_children.get(key, 0) + 1
+        heap = [(*self.rank(node), node.block_hash) for node in stored if not stored_children.get(node.block_hash)]
+        heapq.heapify(heap)
+        num_freed = 0
+        while heap and num_freed < num_bytes:
+            *rank, key = heapq.heappop(heap)
+            if below is not None and tuple(rank) >= below:
+                break
+            node = self.nodes[key]
+            num_freed += node.stored_bytes
+            self.drop_bytes(node)
+            parent = node.parent
+            if parent is None:
+                continue
+            stored_children[parent.block_hash] -= 1
+            if parent.stored_bytes and not stored_children[parent.block_hash]:
+                heapq.heappush(heap, (*self.rank(parent), parent.block_hash))
+        return num_freed
+
+    def trim(self, max_nodes: int) -> int:
+        """Remove the least valuable leaves that are neither in memory nor on disk nor pinned, down to ``max_nodes``; how many went."""
+        excess = len(self.nodes) - max_nodes
+        heap = [(*self.rank(node), key) for key, node in self.nodes.items() if self._is_expendable(node)] if excess > 0 else []
+        heapq.heapify(heap)
+        num_removed = 0
+        while heap and num_removed < excess:
+            node = self.nodes[heapq.heappop(heap)[3]]
+            self._remove(node)
+            num_removed += 1
+            if node.parent is not None and self._is_expendable(node.parent):
+                heapq.heappush(heap, (*self.rank(node.parent), node.parent.block_hash))
+        if num_removed:
+            live = {node.root for node in self.nodes.values()}
+            for root in [root for root in self.namespaces if root not in live]:
+                del self.namespaces[root]
+                self.dirty_namespaces.add(root)
+        return num_removed
+
+    def collect_namespaces(self, keep_fingerprint: bytes) -> int:
+        """Mark everything that was computed under another fingerprint for removal; the number of nodes."""
+        foreign = {root for root, namespace in self.namespaces.items() if namespace.fingerprint != keep_fingerprint}
+        if not foreign:
+            return 0
+        for name in [name for name, leaf in self.pins.items() if self.nodes[leaf].root in foreign]:
+            self.unpin(name)
+        nodes = [node for node in self.nodes.values() if node.root in foreign]
+        for node in sorted(nodes, key=lambda each: -each.depth):
+            self._remove(node)
+        for root in foreign:
+            del self.namespaces[root]
+            self.dirty_namespaces.add(root)
+        return len(nodes)
+
+    def _is_expendable(self, node: IndexNode) -> bool:
+        return not (node.num_children or node.is_resident or node.stored_bytes or node.num_pins or node.queued)
+
+    def _remove(self, node: IndexNode) -> None:
+        if node.stored_bytes:
+            self.drop_bytes(node)
+        del self.nodes[node.block_hash]
+        self.dirty.pop(node.block_hash, None)
+        self.removed.add(node.block_hash)
+        if node.parent is not None:
+            node.parent.num_children -= 1

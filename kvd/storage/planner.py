@@ -1,0 +1,471 @@
+"""The planner: one thread that knows what storage knows, and decides what is logged, copied, committed and expired.
+
+It takes the engine's events in order, keeps the node index, appends inserts to the log, asks the engine thread for the bytes of hot blocks (pinned, or
+used twice or more) and the storage thread for commits. It never touches the disk and never makes the engine thread wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvd.cache.events import BlockOrigin, BlockRemoved, BlocksPinned, BlockStored, BlocksUnpinned, BlocksUsed, CacheEvent
+from kvd.commands import CheckpointDone
+from kvd.storage import schema
+from kvd.storage.copy_out import CopyOut, Wanted
+from kvd.storage.node_index import IndexNode, NodeIndex
+from kvd.storage.operations import OnDone, Operations
+from kvd.storage.ports import Clock, Log, StorageInbox
+from kvd.storage.store_thread import Changes, Committed, Degraded, Discarded, Result, Resumed, StoreThread
+from kvd.types import BlockHash, BlockId
+from kvd.wal.record import Insert, Pin, Unpin
+from kvd.wal.writer import WalWriter
+
+MAX_WAITING_EVENTS = 65536
+"""Events that the planner has not taken yet; those of blocks are dropped and counted beyond."""
+
+_HOT_USES = 2
+_EXPIRE_FRACTION = 0.02
+_WAKE_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    op_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    block_hashes: list[BlockHash]
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Final:
+    """The last checkpoint: everything ready in memory, and then the clean mark."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerLimits:
+    checkpoint_interval_s: float
+    wal_soft_bytes: int
+    """Log size above which a checkpoint comes at once."""
+    max_block_bytes: int
+    max_nodes: int
+    max_wanted: int
+    block_bytes: int
+    """What one block takes on disk, over all groups."""
+
+
+class Planner:
+    """``observe``, ``request_*`` and ``returned`` may be called from the engine thread, ``on_result`` from the storage thread; all return at once."""
+
+    def __init__(
+        self, *, index: NodeIndex, wal: WalWriter, copy_out: CopyOut, inbox: StorageInbox, limits: PlannerLimits, clock: Clock, log: Log
+    ) -> None:
+        self._index = index
+        self._wal = wal
+        self._copy_out = copy_out
+        self._inbox = inbox
+        self._limits = limits
+        self._clock = clock
+        self._log = log
+        self._store: StoreThread | None = None
+        self._mail: deque[CacheEvent | _Checkpoint | _Returned | _Final | Result] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._logged_roots: set[BlockHash] = set()
+        self._hot: dict[BlockHash, IndexNode] = {}
+        self._hot_pinned: dict[BlockHash, IndexNode] = {}
+        self._under_way: set[BlockHash] = set()
+        self._outstanding: deque[Changes] = deque()
+        self._operations = Operations()
+        self._number = 0
+        self._next_checkpoint_s = clock.monotonic() + limits.checkpoint_interval_s
+        self._no_room_until_s = 0.0
+        self._final = False
+        self._uncommitted = False
+        self.final_done = threading.Event()
+        self.degraded_reason = ""
+        self.last_checkpoint_s: float | None = None
+        self.num_lost_events = self.num_checkpoints = self.num_committed_bytes = self.num_committed_blocks = 0
+        self.num_expired_bytes = self.num_trimmed_nodes = self.num_refused_blocks = self.num_degradations = 0
+        self.commit_s_total = self.commit_s_max = 0.0
+        self._every: list[Callable[[], None]] = []
+        self._thread = threading.Thread(target=self._run, name="kvd-planner", daemon=True)
+
+    def start(self, store: StoreThread, *, degraded_reason: str) -> None:
+        self._store = store
+        self.degraded_reason = degraded_reason
+        if degraded_reason:
+            self._index.forget_stored()
+        self._thread.start()
+
+    def call_regularly(self, function: Callable[[], None]) -> None:
+        """Have ``function`` called a few times a second on the planner's thread (before ``start``)."""
+        self._every.append(function)
+
+    def stop(self, timeout_s: float) -> bool:
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # -------------------------------------------------------------------------------- engine thread
+
+    def observe(self, events: Sequence[CacheEvent]) -> None:
+        if len(self._mail) > MAX_WAITING_EVENTS:
+            kept = [event for event in events if isinstance(event, BlocksPinned | BlocksUnpinned)]
+            self.num_lost_events += len(events) - len(kept)
+            events = kept
+        self._mail.extend(events)
+        self._wake.set()
+
+    def request_checkpoint(self, op_id: bytes) -> None:
+        self._post(_Checkpoint(op_id))
+
+    def request_final(self) -> None:
+        self._post(_Final())
+
+    def returned(self, block_hashes: list[BlockHash], failed: bool) -> None:
+        self._post(_Returned(block_hashes, failed))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody waits for a checkpoint."""
+        return bool(self._operations)
+
+    @property
+    def is_alive(self) -> bool:
+        """False after a fault of the planner's own: nothing will be answered any more."""
+        return self._thread.is_alive()
+
+    # -------------------------------------------------------------------------------- storage thread
+
+    def on_result(self, result: Result) -> None:
+        self._post(result)
+
+    def _post(self, message: _Checkpoint | _Returned | _Final | Result) -> None:
+        self._mail.append(message)
+        self._wake.set()
+
+    # -------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wake.wait(_WAKE_S)
+            self._wake.clear()
+            try:
+                while self._mail:
+                    self._take(self._mail.popleft())
+                self._advance()
+                for function in self._every:
+                    function()
+            except Exception as error:
+                # A fault of ours must not end the daemon nor go on writing from a wrong picture: persistence stays off from here.
+                self._log.error("storage.planner_failed", error=repr(error))
+                self._become_degraded(f"the planner failed: {error!r}")
+                return
+
+    def _take(self, message: CacheEvent | _Checkpoint | _Returned | _Final | Result) -> None:
+        if isinstance(message, BlockStored):
+            self._stored(message)
+        elif isinstance(message, BlocksUsed):
+            for block_hash in message.block_hashes:
+                self._used(block_hash)
+        elif isinstance(message, BlockRemoved):
+            self._removed(message)
+        elif isinstance(message, BlocksPinned):
+            self._pinned(message)
+        elif isinstance(message, BlocksUnpinned):
+            self._index.unpin(message.name)
+            self._wal.append(Unpin(message.name))
+        elif isinstance(message, Committed):
+            self._committed(message)
+        elif isinstance(message, Discarded):
+            self._release(message.block_hashes)
+        elif isinstance(message, _Returned):
+            self._release(message.block_hashes)
+            if message.failed:
+                self._operations.fail("the executor could not copy the blocks")
+                self._set_eager()
+        elif isinstance(message, Degraded):
+            self._degraded(message)
+        elif isinstance(message, Resumed):
+            self._resumed()
+        elif isinstance(message, _Checkpoint):
+            self._begin_operation(message.op_id)
+        else:
+            self._begin_final()
+
+    # -------------------------------------------------------------------------------- events of the cache
+
+    def _stored(self, event: BlockStored) -> None:
+        index = self._index
+        is_new_namespace = index.add_namespace(event.namespace)
+        node = index.nodes.get(event.block_hash)
+        if node is None:
+            node = index.insert(event.namespace.root, event.parent_hash, event.token_ids)
+            if node is None:
+                self.num_lost_events += 1
+                return
+            root = event.namespace.root
+            namespace = event.namespace
+            parts = None
+            if is_new_namespace or root not in self._logged_roots:
+                parts = (namespace.fingerprint, namespace.tenant_salt, namespace.adapter_digest)
+            if self._wal.append(Insert(root, event.parent_hash, event.token_ids, parts)) and parts:
+                self._logged_roots.add(root)
+        elif event.origin is BlockOrigin.COMPUTED:
+            node.uses += 1
+        node.block_id = event.block_id
+        node.origin = event.origin.value
+        self._touch(node)
+
+    def _used(self, block_hash: BlockHash) -> None:
+        node = self._index.nodes.get(block_hash)
+        if node is not None:
+            node.uses += 1
+            self._touch(node)
+
+    def _touch(self, node: IndexNode) -> None:
+        node.last_use_unix_s = int(self._clock.unix())
+        self._index.dirty[node.block_hash] = node
+        self._consider(node)
+
+    def _consider(self, node: IndexNode) -> None:
+        """Queue a hot block whose bytes are not on disk."""
+        if node.queued or node.stored_bytes or not node.is_resident:
+            return
+        if node.num_pins:
+            node.queued = True
+            self._hot_pinned[node.block_hash] = node
+        elif node.uses >= _HOT_USES or self._final:
+            node.queued = True
+            self._hot[node.block_hash] = node
+
+    def _removed(self, event: BlockRemoved) -> None:
+        node = self._index.nodes.get(event.block_hash)
+        if node is not None and node.block_id == event.block_id:
+            node.block_id = BlockId(-1)
+            if self._hot.pop(node.block_hash, None) or self._hot_pinned.pop(node.block_hash, None):
+                node.queued = False
+                self._operations.settle(node.block_hash)
+
+    def _pinned(self, event: BlocksPinned) -> None:
+        if not event.block_hashes or not self._index.pin(event.name, event.block_hashes[-1]):
+            self.num_lost_events += 1
+            return
+        self._wal.append(Pin(event.name, event.block_hashes[-1]))
+        for block_hash in event.block_hashes:
+            node = self._index.nodes[block_hash]
+            if self._hot.pop(block_hash, None):
+                node.queued = False
+            self._consider(node)
+
+    # -------------------------------------------------------------------------------- results of the store
+
+    def _release(self, block_hashes: Sequence[BlockHash]) -> None:
+        for block_hash in block_hashes:
+            self._under_way.discard(block_hash)
+            self._operations.settle(block_hash)
+            node = self._index.nodes.get(block_hash)
+            if node is not None:
+                node.queued = False
+
+    def _committed(self, result: Committed) -> None:
+        self._release(result.block_hashes)
+        for block_hash in result.block_hashes:
+            node = self._index.nodes.get(block_hash)
+            if node is not None:
+                self._index.set_stored(node, self._limits.block_bytes)
+            else:
+                self._index.dropped_bytes.add(block_hash)
+        while self._outstanding and self._outstanding[0].number <= result.number:
+            self._outstanding.popleft()
+        self._wal.retire(result.applied_lsn)
+        self._uncommitted = False
+        self.last_checkpoint_s = self._clock.monotonic()
+        self.num_checkpoints += 1
+        self.num_committed_bytes += result.num_bytes
+        self.num_committed_blocks += len(result.block_hashes)
+        self.commit_s_total += result.seconds
+        self.commit_s_max = max(self.commit_s_max, result.seconds)
+        self._operations.committed(len(result.block_hashes), result.num_bytes, result.number)
+
+    def _degraded(self, result: Degraded) -> None:
+        self._log.error("storage.degraded", reason=result.reason, generation_lost=result.generation_lost)
+        self._become_degraded(result.reason)
+        self._release(result.block_hashes)
+        if result.generation_lost:
+            self._index.forget_stored()
+            self._logged_roots.clear()
+
+    def _become_degraded(self, reason: str) -> None:
+        self.num_degradations += 1
+        self.degraded_reason = reason
+        while self._copy_out.wanted:
+            try:
+                self._release([self._copy_out.wanted.popleft().block_hash])
+            except IndexError:
+                break
+        for queue in (self._hot, self._hot_pinned):
+            for node in queue.values():
+                node.queued = False
+            queue.clear()
+        self._redo_outstanding()
+        self._operations.fail(f"the store is degraded: {reason}")
+        self._set_eager()
+
+    def _redo_outstanding(self) -> None:
+        """What was handed over and is not durable is dirty again."""
+        index = self._index
+        while self._outstanding:
+            changes = self._outstanding.popleft()
+            index.dirty_namespaces.update(root for root, _ in changes.namespaces)
+            index.dirty_pins.update(name for name, _ in changes.pins)
+            index.removed.update(key for key in changes.removed_nodes if key not in index.nodes)
+            for row in changes.nodes:
+                node = index.nodes.get(row.block_hash)
+                if node is not None:
+                    index.dirty[row.block_hash] = node
+            for block_hash in changes.dropped_blocks:
+                node = index.nodes.get(block_hash)
+                if node is None or not node.stored_bytes:
+                    index.dropped_bytes.add(block_hash)
+
+    def _resumed(self) -> None:
+        self._log.info("storage.resumed")
+        self.degraded_reason = ""
+        self._next_checkpoint_s = self._clock.monotonic()
+        for node in self._index.nodes.values():
+            if node.is_resident:
+                self._consider(node)
+
+    # -------------------------------------------------------------------------------- operations
+
+    def _begin_operation(self, op_id: bytes) -> None:
+        def done(num_blocks: int, num_bytes: int, error: str) -> None:
+            self._inbox.put_internal(CheckpointDone(op_id, num_blocks, num_bytes, error))
+
+        self._wait_for_all(done)
+
+    def _begin_final(self) -> None:
+        self._final = True
+        resident = [node for node in self._index.nodes.values() if node.is_resident]
+        for node in sorted(resident, key=self._index.rank, reverse=True):
+            self._consider(node)
+        self._wait_for_all(self._mark_clean)
+
+    def _mark_clean(self, _num_blocks: int, _num_bytes: int, error: str) -> None:
+        if error:
+            self.final_done.set()
+            return
+        self._send(commit=True, clean=True)
+        self._operations.begin(lambda *_: self.final_done.set(), (), self._number)
+
+    def _wait_for_all(self, done: OnDone) -> None:
+        """Commit what there is, and have ``done`` called when every hot block is durable too."""
+        if self.degraded_reason:
+            done(0, 0, f"the store is degraded: {self.degraded_reason}")
+            return
+        self._send(commit=True)
+        self._operations.begin(done, {*self._hot, *self._hot_pinned, *self._under_way}, self._number)
+        self._set_eager()
+
+    def _set_eager(self) -> None:
+        waiting = bool(self._operations)
+        self._copy_out.ungoverned = waiting
+        if self._store is not None:
+            self._store.set_eager(waiting)
+
+    # -------------------------------------------------------------------------------- plans
+
+    def _advance(self) -> None:
+        if self.degraded_reason:
+            return
+        self._grant()
+        now = self._clock.monotonic()
+        due = now >= self._next_checkpoint_s or self._wal.num_bytes > self._limits.wal_soft_bytes
+        if due and not any(changes.commit for changes in self._outstanding):
+            self._next_checkpoint_s = now + self._limits.checkpoint_interval_s
+            self._keep_bounds()
+            if self._has_changes() or self._uncommitted or self._under_way:
+                self._send(commit=True)
+        if self._operations:
+            self._operations.complete()
+            self._set_eager()
+
+    def _keep_bounds(self) -> None:
+        index, limits = self._index, self._limits
+        if len(index.nodes) > limits.max_nodes:
+            self.num_trimmed_nodes += index.trim(int(limits.max_nodes * 0.9))
+        excess = index.stored_bytes - limits.max_block_bytes
+        if excess > 0:
+            self.num_expired_bytes += index.expire_bytes(excess)
+
+    def _has_changes(self) -> bool:
+        index = self._index
+        return bool(index.dirty or index.removed or index.dropped_bytes or index.dirty_namespaces or index.dirty_pins)
+
+    def _grant(self) -> None:
+        """Hand hot blocks to the engine thread, pinned ones first, as long as there is room for them on disk and under way."""
+        granted: list[IndexNode] = []
+        for queue in (self._hot_pinned, self._hot):
+            while queue and len(self._under_way) < self._limits.max_wanted:
+                block_hash = next(iter(queue))
+                node = queue.pop(block_hash)
+                if not self._make_room(node):
+                    node.queued = False
+                    self._operations.settle(block_hash)
+                    self.num_refused_blocks += 1
+                    continue
+                self._under_way.add(block_hash)
+                granted.append(node)
+        if not granted:
+            return
+        if self._has_changes():
+            self._send(commit=False)  # a block's node precedes its bytes
+        self._uncommitted = True
+        self._copy_out.wanted.extend(Wanted(node.block_hash, node.block_id) for node in granted)
+
+    def _make_room(self, node: IndexNode) -> bool:
+        limits, index = self._limits, self._index
+        needed = index.stored_bytes + (len(self._under_way) + 1) * limits.block_bytes - limits.max_block_bytes
+        if needed <= 0:
+            return True
+        now = self._clock.monotonic()
+        if now < self._no_room_until_s and not node.num_pins:
+            return False
+        freed = index.expire_bytes(max(needed, int(limits.max_block_bytes * _EXPIRE_FRACTION)), below=index.rank(node))
+        self.num_expired_bytes += freed
+        if freed < needed:
+            self._no_room_until_s = now + limits.checkpoint_interval_s
+            return False
+        return True
+
+    def _send(self, *, commit: bool, clean: bool = False) -> None:
+        index, store = self._index, self._store
+        assert store is not None
+        self._number += 1
+        namespaces = [
+            (root, schema.pack_namespace(index.namespaces[root]) if root in index.namespaces else None) for root in index.dirty_namespaces
+        ]
+        changes = Changes(
+            number=self._number,
+            applied_lsn=self._wal.last_lsn,
+            namespaces=namespaces,
+            nodes=[node.row() for node in index.dirty.values()],
+            removed_nodes=list(index.removed),
+            dropped_blocks=list(index.dropped_bytes),
+            pins=[(name, index.pins.get(name)) for name in index.dirty_pins],
+            commit=commit,
+            clean=clean,
+        )
+        for pending in (index.dirty, index.removed, index.dropped_bytes, index.dirty_namespaces, index.dirty_pins):
+            pending.clear()
+        self._outstanding.append(changes)
+        self._uncommitted = True
+        store.submit(changes)

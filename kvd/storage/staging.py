@@ -1,0 +1,48 @@
+"""Staging memory: where block rows lie between the pool and the disk. Allocated once; its size bounds what is under way.
+
+A buffer has one region a KV group, each for the same number of rows, so that a batch of blocks is one copy a group. Buffers go round between the engine
+thread (copy-out) and the storage thread (checksum and write); a deque's append and popleft are atomic.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Sequence
+
+from kvd.types import KvGroup
+
+
+class StagingBuffer:
+    """Rows of ``max_blocks`` blocks in every group."""
+
+    __slots__ = ("_regions", "_row_bytes", "max_blocks")
+
+    def __init__(self, groups: Sequence[KvGroup], max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        self._row_bytes = {group.name: group.row_bytes for group in groups}
+        self._regions = {group.name: memoryview(mmap.mmap(-1, max(1, group.row_bytes * max_blocks))) for group in groups}
+
+    def rows(self, group: str, num_blocks: int, first: int = 0) -> memoryview:
+        """The memory of ``num_blocks`` rows from row ``first`` on."""
+        row_bytes = self._row_bytes[group]
+        return self._regions[group][first * row_bytes : (first + num_blocks) * row_bytes]
+
+
+class StagingPool:
+    """``num_buffers`` buffers of at most ``buffer_bytes`` each (one block at least)."""
+
+    def __init__(self, groups: Sequence[KvGroup], *, buffer_bytes: int, num_buffers: int) -> None:
+        block_bytes = max(1, sum(group.row_bytes for group in groups))
+        self.max_blocks = max(1, buffer_bytes // block_bytes)
+        self._free = deque(StagingBuffer(groups, self.max_blocks) for _ in range(num_buffers))
+
+    def take(self) -> StagingBuffer | None:
+        """A free buffer, or None while all are under way."""
+        try:
+            return self._free.popleft()
+        except IndexError:
+            return None
+
+    def give_back(self, buffer: StagingBuffer) -> None:
+        self._free.append(buffer)

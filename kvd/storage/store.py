@@ -1,0 +1,297 @@
+"""One store generation: an LMDB environment, its transactions, and what its errors mean.
+
+What lmdb leaves to its users is done here: the file's size is checked against its meta pages before anything is mapped (reading behind the end of a truncated
+map is SIGBUS), every value carries its own checksum, no view of the map outlives its transaction, and the file is opened once per process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import lmdb.verify
+
+from kvd.observe.failpoints import declare, failpoint
+from kvd.storage import schema
+from kvd.storage.errors import StoreDamagedError, StoreFullError, UnknownFormatError
+from kvd.storage.schema import BadRowError, NodeRow, StoreMeta
+from kvd.types import BlockHash
+
+declare("store.before_put", "store.before_commit", "store.after_commit")
+
+DATA_NAME = "data.mdb"
+_META_PAGE = struct.Struct("<16xII8x8xI44x48xQQ")
+"""Of an LMDB 0.9 meta page: magic, data version, page size (kept in the free list's record), last page number, transaction number."""
+_LMDB_MAGIC = 0xBEEFC0DE
+_LMDB_DATA_VERSION = 1
+_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+
+
+def check_data_file(path: Path) -> None:
+    """Whether ``data.mdb`` may be mapped at all; reads its two meta pages only.
+
+    Raises:
+        StoreDamagedError: it is missing, cut short or no LMDB 0.9 file.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            first = file.read(_META_PAGE.size)
+            metas = [_meta_page(path, first)]
+            file.seek(metas[0][0])
+            metas.append(_meta_page(path, file.read(_META_PAGE.size)))
+    except OSError as error:
+        raise StoreDamagedError(f"{path} can't be read: {error}") from error
+    if metas[0][0] != metas[1][0]:
+        raise StoreDamagedError(f"{path}: its two meta pages disagree on the page size")
+    for page_bytes, last_page, _ in metas:
+        if size < (last_page + 1) * page_bytes:
+            raise StoreDamagedError(f"{path} has {size} bytes, its meta page says {(last_page + 1) * page_bytes}: it was cut short")
+
+
+def _meta_page(path: Path, data: bytes) -> tuple[int, int, int]:
+    if len(data) < _META_PAGE.size:
+        raise StoreDamagedError(f"{path} is cut short within its meta pages")
+    magic, version, page_bytes, last_page, txn = _META_PAGE.unpack(data)
+    if magic != _LMDB_MAGIC or version != _LMDB_DATA_VERSION or page_bytes not in {1 << bits for bits in range(9, 17)}:
+        raise StoreDamagedError(f"{path} is no LMDB 0.9 data file")
+    return page_bytes, last_page, txn
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Turn what lmdb and the system raise into the two things that matter: full, or not to be trusted any more."""
+    try:
+        yield
+    except lmdb.MapFullError as error:
+        raise StoreFullError("the store's map is full") from error
+    except lmdb.Error as error:
+        if any(os.strerror(number) in str(error) for number in _FULL_ERRNOS):
+            raise StoreFullError(str(error)) from error
+        raise StoreDamagedError(str(error)) from error
+    except BadRowError as error:
+        raise StoreDamagedError(f"the store's {error.reason} row is damaged") from error
+    except OSError as error:
+        if error.errno in _FULL_ERRNOS:
+            raise StoreFullError(str(error)) from error
+        raise StoreDamagedError(str(error)) from error
+
+
+class Store:
+    """An open generation. Reads may come from any thread, writes from one thread at a time.
+
+    Args:
+        directory: the generation's folder, with ``data.mdb``.
+        map_bytes: the most that the file may grow to; never changed while open.
+        readonly: for tools; takes no write lock.
+
+    Raises:
+        StoreDamagedError: it must not be used.
+        UnknownFormatError: it is of another format.
+    """
+
+    def __init__(self, directory: Path, map_bytes: int, *, readonly: bool = False, verify: bool = True) -> None:
+        self._path = directory / DATA_NAME
+        check_data_file(self._path)
+        if verify:
+            _verify(self._path)
+        with _translated():
+            self._env = lmdb.open(
+                str(directory),
+                map_size=max(map_bytes, self._path.stat().st_size),
+                max_dbs=len(schema.DATABASES),
+                lib_version=0,
+                meminit=False,
+                readonly=readonly,
+                create=False,
+                readahead=not readonly,
+            )
+        try:
+            with _translated():
+                self._dbs = {name: self._env.open_db(name, create=False) for name in schema.DATABASES}
+                self.meta = self._read_meta()
+        except (StoreDamagedError, UnknownFormatError):
+            self._env.close()
+            raise
+
+    @classmethod
+    def create(cls, directory: Path, map_bytes: int, meta: StoreMeta) -> None:
+        """Make an empty generation in the empty folder ``directory`` and close it; the caller renames the folder into place.
+
+        Raises:
+            StoreFullError, StoreDamagedError: it could not be written.
+        """
+        with _translated():
+            env = lmdb.open(str(directory), map_size=map_bytes, max_dbs=len(schema.DATABASES), lib_version=0, meminit=False)
+            try:
+                dbs = {name: env.open_db(name) for name in schema.DATABASES}
+                with env.begin(write=True) as txn:
+                    txn.put(schema.META_KEY, schema.pack_meta(meta), db=dbs[schema.DB_META])
+                env.sync(True)
+            finally:
+                env.close()
+            (directory / "lock.mdb").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._env.close()
+
+    def copy_compact(self, directory: Path) -> None:
+        """Write a copy without free pages into the empty folder ``directory``."""
+        with _translated():
+            self._env.copy(str(directory), compact=True)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the data file."""
+        return self._path.stat().st_size
+
+    # -------------------------------------------------------------------------------- reading
+
+    def rows(self, database: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Every (key, value) of a small database, as copies, within one read transaction that ends with the iteration."""
+        with _translated(), self._env.begin(db=self._dbs[database]) as txn:
+            yield from txn.cursor()
+
+    def block_keys(self) -> Iterator[bytes]:
+        """The keys of all blocks, without touching the values."""
+        with _translated(), self._env.begin(db=self._dbs[schema.DB_BLOCKS]) as txn:
+            yield from txn.cursor().iternext(keys=True, values=False)
+
+    def num_rows(self, database: bytes) -> int:
+        with _translated(), self._env.begin(db=self._dbs[database]) as txn:
+            return int(txn.stat(self._dbs[database])["entries"])
+
+    @contextmanager
+    def reading_blocks(self) -> Iterator[BlockReader]:
+        """A read transaction over the blocks; keep it short, for it keeps freed pages from being used again."""
+        with _translated(), self._env.begin(db=self._dbs[schema.DB_BLOCKS], buffers=True) as txn:
+            yield BlockReader(txn)
+
+    def _read_meta(self) -> StoreMeta:
+        with self._env.begin(db=self._dbs[schema.DB_META]) as txn:
+            data = txn.get(schema.META_KEY)
+        if data is None:
+            raise BadRowError("meta")
+        return schema.unpack_meta(data)
+
+    # -------------------------------------------------------------------------------- writing
+
+    def begin(self) -> StoreTransaction:
+        """A write transaction of this thread. It ends with ``commit`` or ``abort``.
+
+        Raises:
+            StoreFullError, StoreDamagedError: none can be begun.
+        """
+        with _translated():
+            return StoreTransaction(self, self._env.begin(write=True), self._dbs)
+
+    def cover_last_page(self) -> None:
+        """Let the file reach its last page number: a page that was allocated and freed in one transaction is counted but never written,
+        and ``check_data_file`` would take the store for a cut one. By path: closing a descriptor of this file would drop lmdb's locks."""
+        needed = (int(self._env.info()["last_pgno"]) + 1) * int(self._env.stat()["psize"])
+        if self._path.stat().st_size < needed:
+            os.truncate(self._path, needed)
+
+
+class BlockReader:
+    """Values of blocks, as views that end with their transaction."""
+
+    __slots__ = ("_txn",)
+
+    def __init__(self, txn: Any) -> None:
+        self._txn = txn
+
+    def get(self, group: str, block_hash: bytes) -> memoryview | None:
+        value = self._txn.get(schema.block_key(group, block_hash))
+        return memoryview(value) if value is not None else None
+
+    def items(self) -> Iterator[tuple[bytes, memoryview]]:
+        for key, value in self._txn.cursor():
+            yield bytes(key), memoryview(value)
+
+
+class StoreTransaction:
+    """Changes that become durable together. Every method may raise ``StoreFullError`` or ``StoreDamagedError``; then ``abort``."""
+
+    __slots__ = ("_dbs", "_meta", "_store", "_txn", "num_bytes")
+
+    def __init__(self, store: Store, txn: Any, dbs: dict[bytes, Any]) -> None:
+        self._store = store
+        self._txn = txn
+        self._dbs = dbs
+        self._meta = store.meta
+        self.num_bytes = 0
+
+    def put_namespace(self, root: bytes, value: bytes) -> None:
+        self._put(root, value, schema.DB_NAMESPACES)
+
+    def delete_namespace(self, root: bytes) -> None:
+        self._delete(root, schema.DB_NAMESPACES)
+
+    def put_node(self, row: NodeRow) -> None:
+        self._put(row.block_hash, schema.pack_node(row), schema.DB_NODES)
+
+    def delete_node(self, block_hash: bytes) -> None:
+        self._delete(block_hash, schema.DB_NODES)
+
+    def put_pin(self, name: str, leaf: BlockHash) -> None:
+        self._put(name.encode()[: schema.MAX_PIN_NAME_BYTES], leaf, schema.DB_PINS)
+
+    def delete_pin(self, name: str) -> None:
+        self._delete(name.encode()[: schema.MAX_PIN_NAME_BYTES], schema.DB_PINS)
+
+    def put_block(self, group: str, block_hash: bytes, value: memoryview) -> None:
+        failpoint_translated("store.before_put")
+        self._put(schema.block_key(group, block_hash), value, schema.DB_BLOCKS)
+        self.num_bytes += len(value)
+
+    def delete_block(self, group: str, block_hash: bytes) -> None:
+        self._delete(schema.block_key(group, block_hash), schema.DB_BLOCKS)
+
+    def put_meta(self, meta: StoreMeta) -> None:
+        self._meta = meta
+        self._put(schema.META_KEY, schema.pack_meta(meta), schema.DB_META)
+
+    def commit(self) -> None:
+        failpoint_translated("store.before_commit")
+        with _translated():
+            self._txn.commit()
+            self._store.cover_last_page()
+        self._store.meta = self._meta
+        failpoint_translated("store.after_commit")
+
+    def abort(self) -> None:
+        self._txn.abort()
+
+    def _put(self, key: bytes, value: bytes | memoryview, database: bytes) -> None:
+        with _translated():
+            self._txn.put(key, value, db=self._dbs[database])
+
+    def _delete(self, key: bytes, database: bytes) -> None:
+        with _translated():
+            self._txn.delete(key, db=self._dbs[database])
+
+
+def failpoint_translated(name: str) -> None:
+    """A failpoint whose error counts as the store's own."""
+    with _translated():
+        failpoint(name)
+
+
+def _verify(path: Path) -> None:
+    """Check the tree's structure offline, before it is mapped: a damaged inner page may crash the engine instead of raising.
+
+    Values are not looked at (their own checksums are for that), so the time goes with the number of nodes, not of bytes.
+    """
+    try:
+        problems: list[str] = lmdb.verify.verify(str(path), subdir=False)  # type: ignore[no-untyped-call]
+    except (lmdb.verify.VerifyError, OSError) as error:
+        raise StoreDamagedError(f"{path}: {error}") from error
+    if problems:
+        raise StoreDamagedError(f"{path}: {problems[0]} ({len(problems)} problems)")

@@ -1,0 +1,289 @@
+"""The thread that writes the store: checksums from staging memory, transactions, and what to do when the disk fails.
+
+One transaction is open at a time. It is committed when it holds ``commit_bytes`` of blocks, when the planner says so (a checkpoint's end), or, while
+somebody waits for durability, whenever nothing more is staged.
+
+A full disk leaves the generation as of its last commit: the thread drops what comes and tries again with growing pauses. Anything else (an I/O error, a
+panic, damage) ends the generation: it is closed, set aside, and with growing pauses a fresh one is tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvd.observe.failpoints import declare
+from kvd.storage import schema
+from kvd.storage.errors import StorageError, StoreDamagedError, StoreFullError
+from kvd.storage.generations import Generations
+from kvd.storage.ports import Clock
+from kvd.storage.schema import NodeRow
+from kvd.storage.staging import StagingBuffer, StagingPool
+from kvd.storage.store import Store, StoreTransaction, failpoint_translated
+from kvd.types import BlockHash, KvGroup
+
+declare("checkpoint.before_nodes", "checkpoint.before_blocks", "checkpoint.between_blocks")
+
+_RETRY_MIN_S = 1.0
+_RETRY_MAX_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What the planner wants in the store besides block bytes. ``None`` as a value removes the row."""
+
+    number: int
+    applied_lsn: int
+    namespaces: list[tuple[BlockHash, bytes | None]] = field(default_factory=list)
+    nodes: list[NodeRow] = field(default_factory=list)
+    removed_nodes: list[BlockHash] = field(default_factory=list)
+    dropped_blocks: list[BlockHash] = field(default_factory=list)
+    pins: list[tuple[str, BlockHash | None]] = field(default_factory=list)
+    commit: bool = False
+    clean: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBatch:
+    """Rows of ``block_hashes`` in ``buffer``, in that order, in every group."""
+
+    block_hashes: tuple[BlockHash, ...]
+    buffer: StagingBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Durable: these blocks, and every ``Changes`` up to ``number``."""
+
+    block_hashes: list[BlockHash]
+    num_bytes: int
+    number: int
+    applied_lsn: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    """These blocks were not written. ``reason`` is empty if they came while the store was degraded."""
+
+    block_hashes: list[BlockHash]
+
+
+@dataclass(frozen=True, slots=True)
+class Degraded:
+    """Persistence is off. Every ``Changes`` after the last ``Committed`` is lost, and all stored bytes too if ``generation_lost``."""
+
+    reason: str
+    generation_lost: bool
+    block_hashes: list[BlockHash]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Persistence is on again."""
+
+
+Result = Committed | Discarded | Degraded | Resumed
+
+
+class StoreThread:
+    """``submit`` and ``stage`` may be called from any thread; results come through ``on_result`` on this thread.
+
+    ``store`` None: none could be opened at the start; the thread begins degraded.
+    """
+
+    def __init__(
+        self,
+        generations: Generations,
+        store: Store | None,
+        *,
+        groups: Sequence[KvGroup],
+        staging: StagingPool,
+        commit_bytes: int,
+        clock: Clock,
+        on_result: Callable[[Result], None],
+    ) -> None:
+        self._generations = generations
+        self._store = store
+        self._groups = tuple(groups)
+        self._staging = staging
+        self._commit_bytes = commit_bytes
+        self._clock = clock
+        self._on_result = on_result
+        self._values = {group.name: memoryview(bytearray(schema.value_bytes(group.row_bytes))) for group in groups}
+        self._wake = threading.Condition()
+        self._changes: deque[Changes] = deque()
+        self._staged: deque[StagedBatch] = deque()
+        self._eager = False
+        self._stopping = False
+        # the thread's own
+        self._txn: StoreTransaction | None = None
+        self._txn_began_s = 0.0
+        self._txn_hashes: list[BlockHash] = []
+        self._number = 0
+        self._applied_lsn = store.meta.applied_lsn if store is not None else 0
+        self._clean = False
+        self._is_degraded = store is None
+        self._retry_s = _RETRY_MIN_S
+        self._thread = threading.Thread(target=self._run, name="kvd-store", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, changes: Changes) -> None:
+        with self._wake:
+            self._changes.append(changes)
+            self._wake.notify_all()
+
+    def stage(self, batch: StagedBatch) -> None:
+        with self._wake:
+            self._staged.append(batch)
+            self._wake.notify_all()
+
+    def set_eager(self, eager: bool) -> None:
+        """Whether somebody waits for durability: then what is staged is committed at once."""
+        with self._wake:
+            self._eager = eager
+            self._wake.notify_all()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish what was handed over, commit, close the store; whether the thread ended in time."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # -------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(self._has_work, self._retry_s if self._is_degraded else None)
+                changes, staged = list(self._changes), list(self._staged)
+                self._changes.clear()
+                self._staged.clear()
+                eager, stopping = self._eager, self._stopping
+            if self._is_degraded:
+                self._discard(staged)
+                if stopping:
+                    break
+                if not (changes or staged):
+                    self._probe()
+                continue
+            try:
+                for change in changes:
+                    self._apply(change)
+                while staged:
+                    self._write(staged[0])
+                    self._staging.give_back(staged.pop(0).buffer)
+                if self._txn is not None and (eager or stopping or any(change.commit for change in changes)):
+                    self._commit()
+            except StorageError as error:
+                self._degrade(error)
+                self._discard(staged)
+            if stopping:
+                break
+        if self._store is not None:
+            self._store.close()
+
+    def _has_work(self) -> bool:
+        return bool(self._changes or self._staged or self._stopping or (self._eager and self._txn is not None))
+
+    def _apply(self, changes: Changes) -> None:
+        txn = self._transaction()
+        failpoint_translated("checkpoint.before_nodes")
+        for root, value in changes.namespaces:
+            txn.put_namespace(root, value) if value is not None else txn.delete_namespace(root)
+        for row in changes.nodes:
+            txn.put_node(row)
+        for block_hash in changes.removed_nodes:
+            txn.delete_node(block_hash)
+        for block_hash in changes.dropped_blocks:
+            for group in self._groups:
+                txn.delete_block(group.name, block_hash)
+        for name, leaf in changes.pins:
+            txn.put_pin(name, leaf) if leaf is not None else txn.delete_pin(name)
+        self._number, self._applied_lsn, self._clean = changes.number, changes.applied_lsn, changes.clean
+        failpoint_translated("checkpoint.before_blocks")
+
+    def _write(self, batch: StagedBatch) -> None:
+        for index, block_hash in enumerate(batch.block_hashes):
+            txn = self._transaction()
+            for group in self._groups:
+                row = batch.buffer.rows(group.name, 1, index)
+                value = self._values[group.name]
+                schema.write_block_header(value, block_hash, group.fingerprint, row)
+                value[schema.BLOCK_HEADER_BYTES : schema.BLOCK_HEADER_BYTES + row.nbytes] = row
+                txn.put_block(group.name, block_hash, value)
+            self._txn_hashes.append(block_hash)
+            failpoint_translated("checkpoint.between_blocks")
+            if txn.num_bytes >= self._commit_bytes:
+                self._commit()
+
+    def _transaction(self) -> StoreTransaction:
+        if self._store is None:
+            raise StoreDamagedError("no store is open")
+        if self._txn is None:
+            self._txn = self._store.begin()
+            self._txn_began_s = self._clock.monotonic()
+        return self._txn
+
+    def _commit(self) -> None:
+        txn, store = self._transaction(), self._store
+        assert store is not None
+        began_s = self._clock.monotonic()
+        meta = replace(store.meta, applied_lsn=self._applied_lsn, clean=self._clean, written_unix_s=int(self._clock.unix()))
+        txn.put_meta(meta)
+        txn.commit()
+        self._txn = None
+        self._retry_s = _RETRY_MIN_S
+        hashes, self._txn_hashes = self._txn_hashes, []
+        self._on_result(Committed(hashes, txn.num_bytes, self._number, self._applied_lsn, self._clock.monotonic() - began_s))
+
+    # -------------------------------------------------------------------------------- faults
+
+    def _discard(self, staged: list[StagedBatch]) -> None:
+        for batch in staged:
+            self._staging.give_back(batch.buffer)
+            self._on_result(Discarded(list(batch.block_hashes)))
+
+    def _degrade(self, error: StorageError) -> None:
+        if self._txn is not None:
+            with contextlib.suppress(Exception):  # a panicked environment refuses even this; it is closed below
+                self._txn.abort()
+            self._txn = None
+        hashes, self._txn_hashes = self._txn_hashes, []
+        self._is_degraded = True
+        lost = not isinstance(error, StoreFullError)
+        if lost and self._store is not None:
+            self._store.close()
+            self._store = None
+            with contextlib.suppress(OSError, StorageError):
+                self._generations.set_aside()
+        if self._store is not None:
+            self._applied_lsn = self._store.meta.applied_lsn
+        else:
+            self._applied_lsn = 0
+        self._on_result(Degraded(str(error), lost, hashes))
+
+    def _probe(self) -> None:
+        """Try whether the disk takes writes again; the next try comes after twice the time."""
+        self._retry_s = min(self._retry_s * 2, _RETRY_MAX_S)
+        try:
+            if self._store is None:
+                self._store = self._generations.create_fresh(int(self._clock.unix()))
+            self._txn = self._store.begin()
+            self._txn.put_meta(replace(self._store.meta, written_unix_s=int(self._clock.unix())))
+            self._txn.commit()
+        except (StorageError, OSError):
+            if self._txn is not None:
+                with contextlib.suppress(Exception):
+                    self._txn.abort()
+        else:
+            self._is_degraded = False
+            self._on_result(Resumed())
+        self._txn = None
