@@ -29,7 +29,18 @@ class DaemonProcess:
         self.state_dir = root / "state"
         self.endpoint = f"ipc://{root}/s.sock"
         self.log_path = root / f"log.{len(list(root.glob('log.*')))}"
-        command = [sys.executable, "-m", "kvd", "serve", "--state-dir", str(self.state_dir), "--listen", self.endpoint, "--log-format", "json"]
+        command = [
+            sys.executable,
+            "-m",
+            "kvd",
+            "serve",
+            "--state-dir",
+            str(self.state_dir),
+            "--listen",
+            self.endpoint,
+            "--log-format",
+            "json",
+        ]
         if fake:
             command += ["--executor", "fake"]
         environ = {key: value for key, value in os.environ.items() if not key.startswith("KVD_") or key == "KVD_MODELS_DIR"}
