@@ -84,8 +84,10 @@ root = LazyGroup(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; whatever fails is one line on standard error."""
     try:
-        code = root.main(list(sys.argv[1:] if arguments is None else arguments), prog_name="kvd", standalone_mode=False)
+        code = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
+    except click.exceptions.Exit as end:  # --help is done
+        return end.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter's last flush finds no broken pipe
         return Exit.BROKEN_PIPE
@@ -104,6 +106,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _fail(str(error), exit_of_failure(failure, retryable=bool(getattr(error, "retryable", False))))
     return code if isinstance(code, int) else Exit.OK
+
+
+def _run(arguments: Sequence[str]) -> object:
+    """What ``root.main`` does, without its own ideas about errors."""
+    if instruction := os.environ.get("_KVD_COMPLETE"):
+        from click.shell_completion import shell_complete
+
+        return shell_complete(root, {}, "kvd", "_KVD_COMPLETE", instruction)
+    with root.make_context("kvd", list(arguments)) as context:
+        return root.invoke(context)
 
 
 def _fail(message: str, code: Exit) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import ipaddress
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from kvd.config import DaemonConfig
-
-_MAX_IPC_PATH_BYTES = 107  # sun_path of unix(7), less the final NUL
+from kvd.transport.endpoints import check_exposure, parse_endpoint
+from kvd.transport.errors import EndpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +47,12 @@ _POSITIVE = Rule("more than 0", lambda value: value > 0)
 _AT_LEAST_4KIB = Rule("4KiB or more", lambda value: value >= 4096)
 
 
-def is_endpoint(endpoint: str) -> bool:
-    """Whether ``endpoint`` is one that a daemon can bind: ``ipc://PATH`` within the system's limit or ``tcp://HOST:PORT``."""
-    scheme, _, address = endpoint.partition("://")
-    if scheme == "ipc":
-        return 0 < len(address.encode()) <= _MAX_IPC_PATH_BYTES
-    host, colon, port = address.rpartition(":")
-    is_port = port == "*" or (port.isascii() and port.isdigit() and int(port) < 65536)
-    return scheme == "tcp" and bool(host) and bool(colon) and is_port
-
-
-def is_loopback(endpoint: str) -> bool:
-    """Whether only this machine reaches the endpoint."""
-    if not endpoint.startswith("tcp://"):
-        return True
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
+def _is_endpoint(url: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, an interface or *
+        parse_endpoint(url)
+    except EndpointError:
         return False
+    return True
 
 
 def _is_date(text: str) -> bool:
@@ -103,9 +87,7 @@ _BY_NAME: Mapping[str, Rule] = MappingProxyType(
         "max_pinned_fraction": _between(0, 1),
         "max_steps_in_flight": _between(1, 2),
         "drain_timeout_s": _at_least(0),
-        "listen": Rule(
-            f"`ipc://PATH` (at most {_MAX_IPC_PATH_BYTES} bytes of path) or `tcp://HOST:PORT`", lambda value: all(map(is_endpoint, value))
-        ),
+        "listen": Rule("`ipc:///PATH` (at most 107 bytes of path), `tcp://HOST:PORT`", lambda value: all(map(_is_endpoint, value))),
         "frontend": _one_of("thread", "process"),
         "max_message_bytes": _AT_LEAST_4KIB,
         "max_frames": _at_least(2),
@@ -143,12 +125,9 @@ def conflicts(config: DaemonConfig) -> list[Conflict]:
     if bool(transport.curve_key_file) != bool(transport.curve_clients_file):
         missing, given = ("curve_clients_file", "curve_key_file") if transport.curve_key_file else ("curve_key_file", "curve_clients_file")
         found.append(Conflict((missing, given), f"CURVE needs both files; {missing} is missing"))
-    open_endpoints = [endpoint for endpoint in transport.listen if not is_loopback(endpoint)]
-    if open_endpoints and not transport.curve_key_file and not transport.allow_plain_tcp:
-        found.append(
-            Conflict(
-                ("listen", "curve_key_file", "allow_plain_tcp"),
-                f"{open_endpoints[0]} is open to the network: give curve_key_file and curve_clients_file, or set allow_plain_tcp",
-            )
-        )
+    for url in transport.listen:
+        try:
+            check_exposure(parse_endpoint(url), has_curve=bool(transport.curve_key_file), allow_plain_tcp=transport.allow_plain_tcp)
+        except EndpointError as error:
+            found.append(Conflict(("listen", "curve_key_file", "allow_plain_tcp"), str(error)))
     return found

@@ -66,12 +66,12 @@ def command(config_file: Path | None, print_config: bool, **flags: object) -> in
         click.echo(settings.render(loaded))
         return 0
     config = with_model(loaded).config
-    from kvd import daemon
+    from kvd.daemon import run
     from kvd.observe import logging
 
     observe = config.observe
     logging.configure(level=observe.log_level, log_format=observe.log_format, log_prompts=observe.log_prompts)
-    return daemon.run(config)
+    return run(config)
 
 
 def with_model(loaded: Settings) -> Settings:

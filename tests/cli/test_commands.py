@@ -453,9 +453,6 @@ def daemon(monkeypatch, tmp_path):
     module = types.ModuleType("kvd.daemon")
     module.run = lambda config: runs.append(config) or 7
     monkeypatch.setitem(sys.modules, "kvd.daemon", module)
-    import kvd
-
-    monkeypatch.setattr(kvd, "daemon", module, raising=False)
     monkeypatch.setattr("kvd.observe.logging.configure", lambda **_: None)
     monkeypatch.setenv("KVD_MODELS_DIR", str(tmp_path / "models"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
