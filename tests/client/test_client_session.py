@@ -418,36 +418,62 @@ def test_duplicate_of_a_request_sent_once_is_a_redelivery_and_means_nothing() ->
     assert isinstance(deliveries[0], Completion)
 
 
-def test_duplicate_after_a_reconnect_to_the_same_daemon_means_that_the_answer_is_lost() -> None:
+def test_the_same_daemon_again_gets_an_abort_and_the_request_under_a_new_id() -> None:
+    """It may have finished it into the void, or go on with it in the middle."""
+    bench = Bench()
+    bench.connect()
+    call, deliveries = bench.generate()
+    refused, _ = bench.generate()
+    old_id, refused_id = call.key, refused.key
+    bench.tokens(old_id, [1, 2], 0)
+    bench.receive(Failed(request_id=refused_id, code=Code.STARTING, message="later", retry_after_s=1.0))
+    bench.lose()
+    abort, anew, again = bench.connect(ONE)
+    assert abort == Abort(request_id=old_id)
+    assert again.request_id == refused_id
+    assert anew.request_id == call.key
+    assert anew.request_id not in {old_id, refused_id}
+    bench.tokens(old_id, [3], 2)
+    bench.receive(finished(old_id, 3, reason="aborted"))
+    bench.tokens(call.key, [1], 0)
+    bench.receive(finished(call.key, 1))
+    assert [(delivery.token_ids, delivery.finish_reason) for delivery in deliveries] == [((1,), "stop")]
+
+
+def test_a_request_in_doubt_that_is_cancelled_is_aborted_when_the_same_daemon_is_back() -> None:
+    bench = Bench()
+    bench.connect()
+    call, _ = bench.generate()
+    bench.sent()
+    bench.lose()
+    bench.session.cancel(call)
+    assert bench.connect(ONE) == [Abort(request_id=call.key)]
+
+
+def test_duplicate_of_a_request_sent_again_after_a_refusal_is_asked_anew() -> None:
+    bench = Bench()
+    bench.connect()
+    call, deliveries = bench.generate()
+    old_id = call.key
+    bench.receive(Failed(request_id=old_id, code=Code.STARTING, message="later", retry_after_s=0.1))
+    bench.pass_time(0.2)
+    bench.sent()
+    bench.receive(Failed(request_id=old_id, code=Code.DUPLICATE, message="done long ago"))
+    _, anew = bench.sent()
+    assert anew.request_id == call.key != old_id
+    bench.receive(finished(anew.request_id, 0))
+    assert isinstance(deliveries[0], Completion)
+
+
+def test_tokens_of_a_hole_that_nobody_saw_are_asked_for_anew() -> None:
     bench = Bench()
     bench.connect()
     call, deliveries = bench.generate()
     old_id = call.key
     bench.sent()
-    bench.lose()
-    (again,) = bench.connect(ONE)
-    assert again.request_id == old_id
-    bench.receive(Failed(request_id=old_id, code=Code.DUPLICATE, message="done long ago"))
-    abort, anew = bench.sent()
-    assert abort == Abort(request_id=old_id)
-    assert anew.request_id == call.key != old_id
-    bench.receive(finished(old_id, 0, reason="aborted"))
-    bench.tokens(call.key, [1], 0)
-    bench.receive(finished(call.key, 1))
-    assert [delivery.finish_reason for delivery in deliveries] == ["stop"]
-
-
-def test_after_a_reconnect_to_the_same_daemon_a_stream_with_a_hole_is_asked_anew() -> None:
-    bench = Bench()
-    bench.connect()
-    call, deliveries = bench.generate()
-    old_id = call.key
-    bench.tokens(old_id, [1, 2], 0)
-    bench.lose()
-    bench.connect(ONE)
     bench.tokens(old_id, [3], 2)
     abort, anew = bench.sent()
-    assert (type(abort), type(anew)) == (Abort, Generate)
+    assert abort == Abort(request_id=old_id)
     bench.tokens(anew.request_id, [1, 2, 3], 0)
     bench.receive(finished(anew.request_id, 3))
     assert deliveries[0].token_ids == (1, 2, 3)
@@ -745,9 +771,11 @@ def test_a_silent_daemon_is_a_lost_one() -> None:
     bench.pass_time(0.2)
     assert bench.session.wants_fresh_socket
     assert isinstance(deliveries[-1], errors.Interrupted)
-    abort, again = bench.connect(ONE)
+    held_id = waiting.key
+    abort, abort_held, again = bench.connect(ONE)
     assert abort == Abort(request_id=call.key)
-    assert again.request_id == waiting.key
+    assert abort_held == Abort(request_id=held_id)
+    assert again.request_id == waiting.key != held_id
     assert others == []
 
 

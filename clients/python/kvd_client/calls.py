@@ -98,6 +98,8 @@ class Call:
         """Its id on the wire: request id, operation id, or the nonce of a ping or hello."""
         self.is_on_wire = False
         """Sent on this connection, and neither answered nor refused since."""
+        self.is_in_doubt = False
+        """It was on the wire when the connection went away: the daemon may run it."""
         self.num_sends = 0
         """How often it was sent under this id to this instance of the daemon."""
         self.num_lost = 0

@@ -5,7 +5,8 @@ The session turns calls into frames and frames into deliveries, and knows what t
 
 Connection: ``connected`` opens a conversation with ``hello``; calls are sent once it is answered. When the connection goes away, frames that
 arrived shortly before are still taken for ``SETTLE_S``. Then every stream that had begun fails as :class:`Interrupted`, and the other calls wait
-for a daemon: they are sent again under their ids after the next ``hello``, whichever daemon answers it.
+for a daemon: after the next ``hello`` they are sent again, under their ids to a restarted daemon. The same daemon may still run them, and may
+have sent what nobody received: there a generation is aborted and begun under a new id.
 """
 
 from __future__ import annotations
@@ -255,6 +256,9 @@ class Session:
             for call in list(self._calls.values()):
                 if is_restart:
                     call.num_sends = 0
+                elif call.answer is not None and call.is_in_doubt:
+                    self._rename(call)
+                call.is_in_doubt = False
                 self._send_call(call, now)
         for call in [call for call in self._calls.values() if isinstance(call.message, Hello) and call.is_on_wire]:
             self._deliver(call, Reply({}, message=message, round_trip_s=now - call.sent_at))
@@ -276,6 +280,7 @@ class Session:
     def _keep(self, call: Call, now: float) -> None:
         if call.is_on_wire:
             call.num_lost += 1
+            call.is_in_doubt = True
             call.is_on_wire = False
         if call.answer is not None:
             call.answer.forget()
@@ -366,8 +371,8 @@ class Session:
 
     def _failed(self, call: Call, error: KvdError, now: float) -> None:
         if error.code == Code.DUPLICATE and call.answer is not None:
-            # Sent once, the socket has delivered it twice, and its answer is on its way. Sent again after a lost connection, the daemon
-            # is through with it, and the answer went to where nobody was.
+            # Sent once, the socket has delivered it twice, and its answer is on its way. Sent again after a refusal, it was not forgotten as
+            # it should have been.
             if call.num_sends > 1:
                 self._ask_anew(call, now)
         elif isinstance(error, NotReady | Draining) and call.resend and not call.has_delivered and self._config.wait_until_ready:
@@ -427,11 +432,18 @@ class Session:
         if call.num_lost >= MAX_LOST:
             self._fail(call, Interrupted(f"the answer was lost {call.num_lost} times"))
             return
-        self._forget(call)
+        self._rename(call)
         call.answer.forget()
-        self._give_key(call)
         if self._link is _Link.OPEN:  # else with all others after the next hello
             self._send_call(call, now)
+
+    def _rename(self, call: Call) -> None:
+        """Give up a generation's id, in the daemon too, for a new one."""
+        assert isinstance(call.key, bytes)
+        del self._calls[call.key]
+        self._abort(call.key)
+        call.is_on_wire = False
+        self._give_key(call)
 
     def _resend_at(self, call: Call, at: float) -> None:
         call.resend_at = at
@@ -448,13 +460,17 @@ class Session:
     def _forget(self, call: Call) -> None:
         """Drop a call, and see to it that the daemon does not go on with it."""
         del self._calls[call.key]
-        if call.answer is None or not isinstance(call.key, bytes) or not call.is_on_wire:
-            return
-        if self._link is _Link.OPEN:
-            self._send(codec.encode(Abort(request_id=call.key)))
-        elif len(self._owed_aborts) < MAX_OWED_ABORTS:
-            self._owed_aborts[call.key] = None
+        if call.answer is not None and (call.is_on_wire or call.is_in_doubt):
+            assert isinstance(call.key, bytes)
+            self._abort(call.key)
         call.is_on_wire = False
+
+    def _abort(self, request_id: bytes) -> None:
+        """Now, or when the same daemon is back."""
+        if self._link is _Link.OPEN:
+            self._send(codec.encode(Abort(request_id=request_id)))
+        elif len(self._owed_aborts) < MAX_OWED_ABORTS:
+            self._owed_aborts[request_id] = None
 
     def _is_live(self, call: Call) -> bool:
         return self._calls.get(call.key) is call
