@@ -13,8 +13,11 @@ from kvd.cli.output import print_json
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(as_json: bool) -> None:
-    """Show the version of kvd, its wire protocol and its Python."""
-    version = metadata.version("kvd")
+    """Show the version of kvd and, with --json, of its Python."""
+    try:
+        version = metadata.version("kvd")
+    except metadata.PackageNotFoundError:  # run from its sources
+        version = "unknown"
     if as_json:
         print_json({"version": version, "python": platform.python_version()})
     else:

@@ -108,19 +108,19 @@ print(sorted(sys.modules.keys() & {sorted(HEAVY - allowed)!r}), file=sys.stderr)
     assert done.stderr.splitlines()[-1] == "[]"
 
 
-def test_the_module_is_the_script(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "kvd", "nonsense"], capture_output=True, text=True, cwd=tmp_path, check=False)
+def test_the_module_is_the_script():
+    done = subprocess.run([sys.executable, "-m", "kvd", "nonsense"], capture_output=True, text=True, check=False)
     assert done.returncode == Exit.USAGE
     assert "nonsense" in done.stderr
     assert done.stdout == ""
 
 
 @pytest.mark.parametrize("arguments", [["serve", "--help"], ["version"]], ids=" ".join)
-def test_a_reader_that_went_away_is_no_traceback(tmp_path, arguments):
+def test_a_reader_that_went_away_is_no_traceback(arguments):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "kvd", *arguments]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert done.returncode == Exit.BROKEN_PIPE
     assert done.stderr == ""
