@@ -29,6 +29,7 @@ class Entry:
 COMMANDS: Mapping[str, Entry] = MappingProxyType(
     {
         "serve": Entry("kvd.cli.serve:command", "Run the daemon."),
+        "demo": Entry("kvd.cli.demo:command", "Kill a daemon and watch it come back warm."),
         "pull": Entry("kvd.cli.pull:command", "Fetch a model."),
         "generate": Entry("kvd.cli.generate:command", "Complete a text."),
         "chat": Entry("kvd.cli.chat:command", "Talk with the model."),

@@ -11,6 +11,7 @@ class Exit(IntEnum):
     """Exit codes; docs/operations.md lists them with their meaning."""
 
     OK = 0
+    FAILED = 1
     USAGE = 64
     DATA = 65
     NO_INPUT = 66
@@ -29,6 +30,7 @@ class Exit(IntEnum):
 MEANINGS: Mapping[Exit, str] = MappingProxyType(
     {
         Exit.OK: "done",
+        Exit.FAILED: "`kvd demo`: one of the facts does not hold",
         Exit.USAGE: "wrong command line",
         Exit.DATA: "the daemon refuses this input for good, a download has the wrong checksum, or `store check` found damage",
         Exit.NO_INPUT: "a file, a pin or a state directory that was named does not exist",
