@@ -57,10 +57,12 @@ def answer(client: Client, prompt: str | list[dict[str, str]], options: dict[str
         completion = client.generate(prompt, **options) if isinstance(prompt, str) else client.chat(prompt, **options)
     else:
         begun = client.generate(prompt, stream=True, **options) if isinstance(prompt, str) else client.chat(prompt, stream=True, **options)
-        with begun as chunks:
-            for chunk in chunks:
-                click.echo(chunk.text, nl=False, err=as_json)
-        click.echo(err=as_json)
+        try:
+            with begun as chunks:
+                for chunk in chunks:
+                    click.echo(chunk.text, nl=False, err=as_json)
+        finally:
+            click.echo(err=as_json)
         completion = chunks.completion
     if as_json:
         print_json(completion_object(completion))

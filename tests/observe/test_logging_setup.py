@@ -44,6 +44,14 @@ def test_json_record_has_room_level_time_and_context():
     assert record == {"event": "checkpoint", "room": "storage", "level": "info", "num_blocks": 3, "request_id": "01ff"}
 
 
+def test_a_logger_of_structlog_itself_has_its_room_too():
+    stream = io.StringIO()
+    kvd_logging.configure(log_format="json", stream=stream)
+    structlog.get_logger("daemon").info("ready")
+    structlog.get_logger().info("nameless")
+    assert [record.get("room") for record in records(stream)] == ["daemon", None]
+
+
 def test_level_filters():
     stream = io.StringIO()
     kvd_logging.configure(level="warning", log_format="json", stream=stream)

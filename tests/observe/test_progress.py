@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
 def test_off_a_terminal_a_record_each_tenth():
     records = []
     progress = Progress("loading weights", stream=io.StringIO(), log=lambda event, **values: records.append((event, values)))
-    for done in range(0, 1001):
+    for done in range(1001):
         progress.update(done, 1000)
     progress.close()
     assert len(records) == 11
