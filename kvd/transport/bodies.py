@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from kvd.text.errors import TextError
 from kvd.transport.errors import RequestError, bad_request
 from kvd.transport.ports import Text
 from kvd.types import PackedTokens, pack_tokens, unpack_tokens
@@ -53,6 +54,8 @@ def run_text_job(job: TextJob, text: Text, date: str) -> TextResult:
         return _run(job, text, date)
     except RequestError as error:
         return TextResult(number=job.number, error=error)
+    except TextError as error:
+        return TextResult(number=job.number, error=bad_request(str(error)))
     except Exception as error:  # templates are programs and raise what they like
         message = f"the prompt could not be rendered or tokenised: {type(error).__name__}: {error!s:.300}"
         return TextResult(number=job.number, error=bad_request(message))

@@ -8,7 +8,6 @@ builds, so a vanished client shows by its silence or by EHOSTUNREACH.
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import importlib.metadata
 import os
 import threading
@@ -90,7 +89,7 @@ class TransportServer:
         self._text_threads = TextThreads(
             config.text_threads,
             load=load_text,
-            date=config.template_date or dt.datetime.now(tz=dt.UTC).date().isoformat(),
+            date=config.template_date,
             on_loaded=self._text_loaded,
             on_failed=self._text_failed,
             on_result=self._text_done,

@@ -112,21 +112,20 @@ class Session:
         counters.messages_received += 1
         counters.bytes_received += sum(map(len, frames))
         client = self._hear(peer, now)
+        request_id = op_id = b""
         try:
             message, bodies = self._decode(frames)
+            request_id, op_id = getattr(message, "request_id", b"")[:ID_BYTES], getattr(message, "op_id", b"")[:ID_BYTES]
+            self._dispatch(client, message, bodies, now)
         except ProtocolError as error:
             self._answer_unreadable(peer, error)
-            return
-        request_id, op_id = getattr(message, "request_id", b""), getattr(message, "op_id", b"")
-        try:
-            self._dispatch(client, message, bodies, now)
         except RequestError as error:
             counters.refused += 1
-            self._edge.send_failed(peer, error, request_id=request_id[:ID_BYTES], op_id=op_id[:ID_BYTES])
+            self._edge.send_failed(peer, error, request_id=request_id, op_id=op_id)
         except Exception as error:  # our own fault; one message must not end the edge
             self._internal_error(error)
             failure = RequestError(ErrorCode.INTERNAL, f"the daemon could not handle this message: {type(error).__name__}")
-            self._edge.send_failed(peer, failure, request_id=request_id[:ID_BYTES], op_id=op_id[:ID_BYTES])
+            self._edge.send_failed(peer, failure, request_id=request_id, op_id=op_id)
 
     def on_sent(self, out: Outgoing) -> None:
         """The peer's socket took a message."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgpack
 import msgspec
+
 from kvd_client.protocol.codes import Code
 from kvd_client.protocol.messages import MAX_HEADER_BYTES, ClientMessage, Message, ServerMessage
 
@@ -82,8 +83,9 @@ def _header(frames: Sequence[bytes], known_types: frozenset[object]) -> dict[str
     header = _unpack(frames[0], _MAX_ITEMS)
     if not isinstance(header, dict):
         raise ProtocolError(Code.BAD_REQUEST, "the header is not a map")
-    if header.get("type") not in known_types:
-        raise ProtocolError(Code.UNKNOWN_TYPE, f"unknown message type {header.get('type')!r:.60}", header)
+    kind = header.get("type")
+    if not isinstance(kind, str) or kind not in known_types:
+        raise ProtocolError(Code.UNKNOWN_TYPE, f"unknown message type {kind!r:.60}", header)
     return header
 
 

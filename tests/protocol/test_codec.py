@@ -1,0 +1,71 @@
+"""The codec's limits and its errors' codes."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+from kvd_client.protocol.codec import ProtocolError, decode_client, encode, pack_body, unpack_body
+from kvd_client.protocol.codes import Code
+from kvd_client.protocol.messages import MAX_HEADER_BYTES, Generate, Ping
+
+
+def code_of(frames):
+    with pytest.raises(ProtocolError) as caught:
+        decode_client(frames)
+    return caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [
+        ([], Code.BAD_REQUEST),
+        ([b""], Code.BAD_REQUEST),
+        ([b"\xc1"], Code.BAD_REQUEST),
+        ([msgpack.packb([1, 2])], Code.BAD_REQUEST),
+        ([msgpack.packb({})], Code.UNKNOWN_TYPE),
+        ([msgpack.packb({"type": "tokens"})], Code.UNKNOWN_TYPE),
+        ([msgpack.packb({"type": ["hello"]})], Code.UNKNOWN_TYPE),
+        ([msgpack.packb({"type": {"a": 1}})], Code.UNKNOWN_TYPE),
+        ([msgpack.packb({"type": 5})], Code.UNKNOWN_TYPE),
+        ([msgpack.packb({"type": "abort"})], Code.BAD_REQUEST),
+        ([msgpack.packb({"type": "ping", "nonce": "x"})], Code.BAD_REQUEST),
+        ([msgpack.packb({"type": "ping"}) + b"\0"], Code.BAD_REQUEST),
+        ([msgpack.packb({"type": "ping", "x": msgpack.ExtType(5, b"x")})], Code.BAD_REQUEST),
+        ([msgpack.packb({"type": "ping", 5: 1})], Code.BAD_REQUEST),
+        ([b"\x91" * 2000], Code.BAD_REQUEST),
+        ([msgpack.packb({"type": "ping", "x": [0] * 5000})], Code.BAD_REQUEST),
+        ([msgpack.packb({"type": "ping", "x": bytes(MAX_HEADER_BYTES)})], Code.TOO_LARGE),
+        ([bytes(MAX_HEADER_BYTES + 1)], Code.TOO_LARGE),
+    ],
+)
+def test_what_is_wrong_has_a_code(frames, code):
+    assert code_of(frames) is code
+
+
+def test_the_ids_of_an_unreadable_message_are_kept_for_the_answer():
+    with pytest.raises(ProtocolError) as caught:
+        decode_client([msgpack.packb({"type": "generate", "request_id": bytes(16)})])
+    assert caught.value.header["request_id"] == bytes(16)
+    assert "input" in str(caught.value)
+
+
+def test_a_header_too_long_to_send_is_refused_here():
+    with pytest.raises(ProtocolError, match="body"):
+        encode(Generate(request_id=bytes(16), input="text", stop=("x" * MAX_HEADER_BYTES,)))
+
+
+def test_bodies_pass_as_they_are():
+    body = bytes(100_000)
+    message, bodies = decode_client(encode(Ping(), body, b""))
+    assert message == Ping()
+    assert bodies[0] is body
+    assert bodies[1] == b""
+
+
+def test_structured_bodies():
+    data = {"a": [1, 2.5, None, "ü", b"x"], "b": {"c": True}}
+    assert unpack_body(pack_body(data)) == data
+    with pytest.raises(ProtocolError):
+        unpack_body(pack_body([0] * 10), max_items=9)
+    with pytest.raises(ProtocolError):
+        unpack_body(b"\xc1")

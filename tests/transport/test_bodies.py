@@ -1,0 +1,85 @@
+"""Bodies: what is accepted, and what hostile ones cost."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+from edge_fakes import ByteText
+from kvd_client.protocol.codec import pack_body
+
+from kvd.transport.bodies import MAX_CHAT_MESSAGES, MAX_STRUCTURED_BYTES, TextJob, run_text_job, unpack_messages
+from kvd.transport.errors import RequestError
+
+
+def test_a_chat_with_every_kind_of_value_survives():
+    chat = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}], "name": None},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+            "weight": 1.5,
+            "n": -3,
+        },
+    ]
+    assert unpack_messages(pack_body(chat)) == chat
+
+
+def test_a_long_plain_content_is_no_structured_value():
+    chat = [{"role": "user", "content": "x" * (4 * MAX_STRUCTURED_BYTES)}]
+    assert unpack_messages(pack_body(chat)) == chat
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xdd\x00\x80\x00\x00" + b"\x80" * (8 << 20),  # eight million empty maps
+        b"\x91\x82\xa4role\xa4user\xa7content\xdd\x00\x80\x00\x00" + b"\x80" * (8 << 20),  # the same inside a value
+        b"\x91\xdf\x00\x10\x00\x00" + b"\xa1x\xc0" * (1 << 20),  # a million keys
+        b"\x91" * 8_000_000,
+        b"\x92\x81\xa4role\xa4user" + b"\x91" * 200_000 + b"\x01",
+    ],
+)
+def test_amplification_is_refused_before_anything_is_built(body):
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError):
+            unpack_messages(body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * len(body) + (1 << 20)
+
+
+def test_structured_values_have_one_budget():
+    part = [{"text": "x" * 1000}]
+    fits = MAX_STRUCTURED_BYTES // 1100
+    assert len(unpack_messages(pack_body([{"role": "user", "content": part}] * fits))) == fits
+    with pytest.raises(RequestError, match="structured"):
+        unpack_messages(pack_body([{"role": "user", "content": part}] * (fits * 2)))
+
+
+def test_too_many_messages():
+    with pytest.raises(RequestError, match="4096"):
+        unpack_messages(pack_body([{"role": "user"}] * (MAX_CHAT_MESSAGES + 1)))
+
+
+@pytest.mark.parametrize(
+    "body", [pack_body([{"role": "u"}]) + b"\0", pack_body([{"role": "u"}])[:-1], b"", pack_body([{1: 2}]), pack_body([{b"role": 1}])]
+)
+def test_what_is_not_exactly_a_chat_is_refused(body):
+    with pytest.raises(RequestError):
+        unpack_messages(body)
+
+
+def test_a_job_never_raises():
+    class Broken(ByteText):
+        def encode(self, text):
+            raise MemoryError
+
+    result = run_text_job(TextJob(number=4, peer=b"", input="text", body=b"x"), Broken(), "")
+    assert result.number == 4
+    assert result.error is not None
+    assert "MemoryError" in result.error.message
