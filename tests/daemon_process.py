@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from kvd_client import Client
 
@@ -49,7 +50,7 @@ class DaemonProcess:
             self.process = subprocess.Popen([*command, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environ, cwd=root)
         self.started_s = time.monotonic()
 
-    def __enter__(self) -> DaemonProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

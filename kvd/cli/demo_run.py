@@ -129,6 +129,10 @@ class Daemon:
         self._reader = threading.Thread(target=self._read, args=(on_line,), daemon=True)
         self._reader.start()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def wait_ready(self, client: Client) -> float:
         """Seconds from exec to READY, as the client sees it."""
         waiter = ThreadPoolExecutor(1)
