@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvd.cli.exits import CommandError, Exit
+from kvd.cli.exits import CommandError, Exit, exit_of_failure
 
 if TYPE_CHECKING:
     from kvd_client.client import Client
@@ -39,11 +39,12 @@ class Target:
                 error at once; a restart during the call is waited through in any case.
 
         Raises:
-            CommandError: the daemon is not ready.
+            CommandError: no daemon answers, or it is not ready.
             UsageError: the endpoint or a key is malformed.
-            KvdError: no daemon answers in time.
+            KvdError: the call failed.
         """
         from kvd_client.client import Client
+        from kvd_client.errors import ConnectionLost
 
         connect_timeout_s = self.timeout_s if self.wait else min(0.9 * self.timeout_s, _CONNECT_TIMEOUT_S)
         try:
@@ -56,12 +57,15 @@ class Target:
             )
         except (ValueError, OSError) as error:
             raise click.UsageError(str(error)) from error
-        with client:
-            if needs_ready and self.wait:
-                client.wait_ready()
-            elif needs_ready and (state := client.ping().state) in _NOT_READY:
-                raise CommandError(f"the daemon at {client.endpoint} is {state}; --wait waits until it is ready", Exit.UNAVAILABLE)
-            yield client
+        try:
+            with client:
+                if needs_ready and self.wait:
+                    client.wait_ready()
+                elif needs_ready and (state := client.ping().state) in _NOT_READY:
+                    raise CommandError(f"the daemon at {client.endpoint} is {state}; --wait waits until it is ready", Exit.UNAVAILABLE)
+                yield client
+        except ConnectionLost as error:
+            raise CommandError(f"{error} (at {client.endpoint})", exit_of_failure(error.code, retryable=error.retryable)) from error
 
 
 def target_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -397,7 +397,8 @@ def test_a_failure_is_one_line_and_an_exit_code(stub, capfd, error, code, flags,
     assert app.main(["generate", "--prompt", "Hi", *flags]) == code
     if code not in {130, 141}:
         printed = capfd.readouterr()
-        assert printed.err == f"kvd: {error}\n"
+        where = " (at ipc:///default)" if isinstance(error, ConnectionLost) else ""
+        assert printed.err == f"kvd: {error}{where}\n"
         assert printed.out == ("Hello there\n" if flags else ""), "what has come stays, on a line of its own"
 
 
