@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from kvd.cache.hashing import Namespace
 from kvd.cache.prefix_tree import Node
@@ -89,24 +90,25 @@ class LoadTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class PinInfo:
-    """A pin whose blocks are all in memory."""
-
-    name: str
-    namespace: Namespace
-    num_tokens: int
-    uses: int
-    """Requests that were given the whole prefix."""
-
-
-@dataclass(frozen=True, slots=True)
 class PrefixInfo:
-    """A prefix in memory, for people."""
+    """A prefix in memory, for people: where it is kept, how long it is, how often and when requests were given it."""
 
-    token_ids: PackedTokens
     namespace: Namespace
+    token_ids: PackedTokens
+    num_blocks: int
     num_tokens: int
     uses: int
     age_ticks: int
-    """Allocations and releases since its last use."""
+    """Allocations and releases, by all requests, since its last use."""
     is_pinned: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report's form, without the tokens."""
+        return {
+            "tokens": self.num_tokens,
+            "blocks": self.num_blocks,
+            "hits": self.uses,
+            "age_ticks": self.age_ticks,
+            "pinned": self.is_pinned,
+            "residency": "memory",
+        }

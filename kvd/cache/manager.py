@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from kvd.cache.audit import check_cache
-from kvd.cache.block_table import BlockTable, CopyOnWrite, LoadTarget, PinInfo, PrefixInfo, PrefixMatch
+from kvd.cache.block_table import BlockTable, CopyOnWrite, LoadTarget, PrefixInfo, PrefixMatch
 from kvd.cache.blocks import TreeBlocks
 from kvd.cache.errors import CacheError, PinCapacityError, PinNotReadyError, PinTooShortError
 from kvd.cache.events import BlockOrigin, BlocksUsed, CacheEvent
@@ -32,7 +33,6 @@ __all__ = [
     "LruPolicy",
     "Node",
     "PinCapacityError",
-    "PinInfo",
     "PinNotReadyError",
     "PinTooShortError",
     "PrefixInfo",
@@ -105,6 +105,11 @@ class CacheManager:
     def num_transient(self) -> int:
         """Blocks that leases and loads hold back for a moment."""
         return len(self._blocks.leases) + self._num_loading
+
+    @property
+    def num_tables(self) -> int:
+        """Tables that have not been released."""
+        return len(self._tables)
 
     @property
     def pinned_blocks(self) -> int:
@@ -351,9 +356,17 @@ class CacheManager:
         """Give a pin up; whether there was one."""
         return self._pins.unpin(name)
 
-    def pins(self) -> dict[str, PinInfo]:
+    def pins(self) -> dict[str, PrefixInfo]:
         """The pins by name."""
-        return self._pins.infos()
+        return {name: self._describe(nodes[-1]) for name, nodes in self._pins.nodes.items()}
+
+    def pin_info(self, name: str) -> dict[str, Any]:
+        """The report of one pin.
+
+        Raises:
+            KeyError: no pin is named so.
+        """
+        return self._describe(self._pins.nodes[name][-1]).as_dict()
 
     def lease(self, block_id: BlockId, block_hash: BlockHash) -> bool:
         """Hold a ready block against eviction (and so against writing) until ``end_lease``; False if it no longer holds that content."""
@@ -470,6 +483,12 @@ class CacheManager:
         while ancestor is not None and ancestor.depth >= 0:
             blocks.append(ancestor.token_ids)
             ancestor = ancestor.parent
-        num_tokens = len(blocks) * self.block_size_tokens
-        age_ticks = self._blocks.tick - node.last_used
-        return PrefixInfo(b"".join(reversed(blocks)), node.namespace, num_tokens, node.uses, age_ticks, is_pinned=node.num_pins > 0)
+        return PrefixInfo(
+            namespace=node.namespace,
+            token_ids=b"".join(reversed(blocks)),
+            num_blocks=len(blocks),
+            num_tokens=len(blocks) * self.block_size_tokens,
+            uses=node.uses,
+            age_ticks=self._blocks.tick - node.last_used,
+            is_pinned=node.num_pins > 0,
+        )

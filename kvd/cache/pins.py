@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvd.cache.block_table import PinInfo
 from kvd.cache.blocks import TreeBlocks
 from kvd.cache.errors import PinCapacityError, PinNotReadyError, PinTooShortError
 from kvd.cache.events import BlocksPinned, BlocksUnpinned
@@ -52,9 +51,3 @@ class PinBook:
             self._blocks.unpin(node)
         self._blocks.events.append(BlocksUnpinned(name, tuple(node.block_hash for node in nodes)))
         return True
-
-    def infos(self) -> dict[str, PinInfo]:
-        return {
-            name: PinInfo(name, nodes[-1].namespace, len(nodes) * self._block_size_tokens, nodes[-1].uses)
-            for name, nodes in self.nodes.items()
-        }

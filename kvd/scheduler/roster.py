@@ -1,0 +1,217 @@
+"""Who is where: waiting, seated (running or stalled), leaving; and the rows, running places and blocks that go with it.
+
+A sequence is *seated* while it has a block table. It leaves its seat only when no step in flight touches it, so that a row number, and the
+content of a block, mean the same thing from a step's scheduling to its update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvd.cache.manager import BlockTable, CacheManager, Node
+from kvd.scheduler.queue import WaitingQueue
+from kvd.scheduler.request import Leaving, Request, Sequence
+
+
+class Roster:
+    """The places and the transitions between them. Knows neither steps' contents nor events."""
+
+    def __init__(self, cache: CacheManager, max_running: int) -> None:
+        self._cache = cache
+        self.max_running = max_running
+        self.queue = WaitingQueue()
+        self.running: dict[Sequence, None] = {}
+        """Seated, with credit, staying: in the order in which they were seated."""
+        self.stalled: dict[Request, None] = {}
+        """Requests without credit, the longest stalled first."""
+        self.rows: list[Sequence | None] = [None] * max_running
+        self.released_rows: list[int] = []
+        """Rows whose end the executor has not been told of."""
+        self.num_slots = 0
+        """Running places taken."""
+        self.computing: set[Node] = set()
+        """Filling nodes that steps in flight, or the one being made, complete."""
+        self.collected_step = 0
+        self._seats: dict[BlockTable, Sequence] = {}
+        self._leaving: dict[Sequence, None] = {}
+        self._free_rows = list(range(max_running - 1, -1, -1))
+
+    @property
+    def num_seated(self) -> int:
+        return len(self._seats)
+
+    def seated(self) -> Iterable[Sequence]:
+        """Everyone who holds blocks."""
+        return self._seats.values()
+
+    @property
+    def num_leaving(self) -> int:
+        return len(self._leaving)
+
+    # --------------------------------------------------------------------------------------------- into a seat
+
+    def seat(self, sequence: Sequence, table: BlockTable) -> None:
+        """A waiting sequence gets its blocks."""
+        self.queue.remove(sequence)
+        sequence.table = table
+        sequence.num_computed = table.num_cached_tokens
+        sequence.num_planned = sequence.num_known
+        self._seats[table] = sequence
+        self.num_slots += sequence.num_slots
+        self.running[sequence] = None
+
+    def fork(self, parent: Sequence, choice: int, tokens: bytearray) -> Sequence:
+        """A further choice takes one of the places that its parent kept; it shares the prompt's blocks, or waits if the parent is about to lose them."""
+        request = parent.request
+        sequence = Sequence(request, choice, tokens, 1)
+        request.sequences.append(sequence)
+        parent.num_slots -= 1
+        if parent.leaving is Leaving.PREEMPTED:
+            self.num_slots -= 1
+            self._wait(sequence)
+            return sequence
+        assert parent.table is not None, "a parent leaves only after its update"
+        table = self._cache.fork(parent.table)
+        if table.num_tokens > request.num_prompt_tokens:
+            self._cache.truncate(table, request.num_prompt_tokens)
+        sequence.table = table
+        sequence.num_computed = sequence.num_planned = request.num_prompt_tokens
+        self._seats[table] = sequence
+        if request.stalled_s is None:
+            self.running[sequence] = None
+        return sequence
+
+    def take_row(self, sequence: Sequence) -> int:
+        row = self._free_rows.pop()
+        self.rows[row] = sequence
+        sequence.row = row
+        return row
+
+    # ------------------------------------------------------------------------------------------- out of a seat
+
+    def retire(self, sequence: Sequence, why: Leaving) -> None:
+        """The sequence is to leave; ``settle`` lets it go once it is idle. What it will not fill now is withdrawn, and the followers with it."""
+        if why is Leaving.OVER:
+            sequence.is_over = True
+        if sequence.table is None:
+            if why is Leaving.OVER:
+                self.queue.remove(sequence)
+                sequence.request.sequences.remove(sequence)
+            return
+        if sequence.leaving is None:
+            self.running.pop(sequence, None)
+            self._leaving[sequence] = None
+            sequence.leaving = why
+        elif why is Leaving.OVER or (why is Leaving.REPLANNED and sequence.leaving is Leaving.PREEMPTED):
+            sequence.leaving = why
+        self.withdraw([node for node in sequence.table.fills if node not in self.computing])
+
+    def withdraw(self, nodes: list[Node]) -> None:
+        """These nodes will not be filled; those who waited for them are planned anew."""
+        for table in self._cache.fail_fill(nodes):
+            self.retire(self._seats[table], Leaving.REPLANNED)
+
+    def preempt(self, request: Request) -> None:
+        """All of a request's sequences give up their blocks."""
+        request.num_preemptions += 1
+        for sequence in request.sequences:
+            if not sequence.is_over:
+                self.retire(sequence, Leaving.PREEMPTED)
+        self.settle()
+
+    def settle(self) -> None:
+        """Those who are leaving and idle leave."""
+        for sequence in [each for each in self._leaving if each.last_step <= self.collected_step]:
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        table, why = sequence.table, sequence.leaving
+        assert table is not None, "only a seated sequence leaves"
+        del self._leaving[sequence]
+        del self._seats[table]
+        self._cache.release(table)
+        sequence.table = None
+        sequence.leaving = None
+        self.num_slots -= sequence.num_slots
+        if sequence.row >= 0:
+            self.rows[sequence.row] = None
+            self._free_rows.append(sequence.row)
+            self.released_rows.append(sequence.row)
+            sequence.row = -1
+        if why is Leaving.OVER:
+            sequence.request.sequences.remove(sequence)
+        else:
+            sequence.rewind()
+            self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        if sequence.request.stalled_s is None:
+            self.queue.push(sequence)
+
+    # --------------------------------------------------------------------------------------------------- stalls
+
+    def stall(self, request: Request, now_s: float) -> None:
+        """The request lacks credit: it keeps its blocks until others need them, but nobody waits for it to fill any."""
+        request.stalled_s = now_s
+        self.stalled[request] = None
+        for sequence in request.sequences:
+            self.running.pop(sequence, None)
+            self.queue.remove(sequence)
+            if sequence.table is not None and any(node not in self.computing for node in sequence.table.fills):
+                self.retire(sequence, Leaving.PREEMPTED)
+        self.settle()
+
+    def unstall(self, request: Request) -> None:
+        request.stalled_s = None
+        del self.stalled[request]
+        for sequence in request.sequences:
+            if sequence.is_over or sequence.leaving is not None:
+                continue
+            if sequence.table is not None:
+                self.running[sequence] = None
+            else:
+                self.queue.push(sequence)
+
+    def forget(self, request: Request) -> None:
+        """The request is over."""
+        if request.stalled_s is not None:
+            request.stalled_s = None
+            del self.stalled[request]
+        for sequence in list(request.sequences):
+            self.retire(sequence, Leaving.OVER)
+
+    # --------------------------------------------------------------------------------------------------- audits
+
+    def check_invariants(self, requests: list[Request]) -> None:
+        """Everybody is in exactly one place, and every place is counted."""
+        seated = set(self._seats.values())
+        waiting = set(self.queue.sequences())
+        assert len(seated) == len(self._seats), "a sequence sits twice"
+        assert set(self.running) <= seated, "a running sequence has no blocks"
+        assert set(self._leaving) <= seated, "a leaving sequence has no blocks"
+        assert not set(self.running) & set(self._leaving), "a sequence runs and leaves"
+        assert not seated & waiting, "a sequence waits with blocks"
+        assert len(waiting) == len(self.queue), "the queue is miscounted"
+        assert self.num_slots == sum(sequence.num_slots for sequence in seated) <= self.max_running, "running places are miscounted"
+        for sequence in seated:
+            assert sequence.table is not None, "a seat without blocks"
+            assert self._seats[sequence.table] is sequence, "a seat is another's"
+            assert (sequence in self._leaving) == (sequence.leaving is not None), "a sequence leaves without being told, or the reverse"
+        taken = {sequence.row for sequence in seated if sequence.row >= 0}
+        for row, holder in enumerate(self.rows):
+            assert (holder is not None) == (row in taken), f"row {row} is lost or taken twice"
+            assert holder is None or holder.row == row, f"row {row} is another's"
+        assert sorted(self._free_rows) == [row for row, holder in enumerate(self.rows) if holder is None], "free rows are miscounted"
+        for request in requests:
+            is_stalled = request.stalled_s is not None
+            assert is_stalled == (request in self.stalled), "a stall is not on the list, or the reverse"
+            for sequence in request.sequences:
+                if sequence.leaving is None and not sequence.is_over:
+                    places = (sequence in self.running, sequence in waiting, is_stalled)
+                    assert sum(places) == 1, f"a sequence is in {sum(places)} places"
+                assert sequence.num_known <= sequence.num_total, "a sampled token is lost"
+                assert sequence.num_computed <= sequence.num_total, "more is computed than there is"
+                assert sequence.table is not None or sequence.num_computed == 0, "computed without blocks"
+        live = {sequence for request in requests for sequence in request.sequences}
+        assert waiting <= live, "somebody waits whose request is over"
+        assert {sequence for sequence in seated if not sequence.is_over} <= live, "somebody sits whose request is over"
