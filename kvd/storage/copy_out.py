@@ -25,6 +25,15 @@ class Wanted:
     block_id: BlockId
 
 
+class CopyRequests:
+    """What the planner asks of the engine thread. A deque's append and popleft are atomic."""
+
+    def __init__(self) -> None:
+        self.wanted: deque[Wanted] = deque()
+        self.ungoverned = False
+        """Somebody waits for durability: neither rate nor pause apply."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Copy:
     wanted: list[Wanted]
@@ -64,13 +73,14 @@ class Governor:
 
 
 class CopyOut:
-    """Engine thread only, except ``wanted``, which the planner fills.
+    """Engine thread only.
 
     ``on_staged`` gets each copied batch, ``on_returned`` the blocks that were not copied (``failed``: by an error, not because they left memory).
     """
 
     def __init__(
         self,
+        requests: CopyRequests,
         *,
         leases: Leases,
         block_io: BlockIO,
@@ -80,6 +90,7 @@ class CopyOut:
         on_staged: Callable[[StagedBatch], None],
         on_returned: Callable[[list[BlockHash], bool], None],
     ) -> None:
+        self._requests = requests
         self._leases = leases
         self._block_io = block_io
         self._groups = tuple(groups)
@@ -90,40 +101,33 @@ class CopyOut:
         self._block_bytes = sum(group.row_bytes for group in groups)
         self._copies: deque[_Copy] = deque()
         self._is_dead = False
-        self.wanted: deque[Wanted] = deque()
-        self.ungoverned = False
         self.num_copied_bytes = 0
 
     @property
     def is_busy(self) -> bool:
         """Whether ``poll`` has something to do soon."""
-        return bool(self._copies) or (bool(self.wanted) and not self._governor.is_paused)
+        return bool(self._copies) or (bool(self._requests.wanted) and not self._governor.is_paused)
 
     def poll(self) -> None:
         """Take up finished copies and start at most one new one."""
         while self._copies and all(ticket.done() for ticket in self._copies[0].tickets):
             self._finish(self._copies.popleft())
-        if self.wanted and len(self._copies) < _MAX_COPIES_IN_FLIGHT:
+        if self._requests.wanted and len(self._copies) < _MAX_COPIES_IN_FLIGHT:
             self._begin()
-
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until the oldest copy is done or the time is over (shutdown only)."""
-        if self._copies:
-            self._copies[0].tickets[-1].wait(timeout_s)
 
     def _begin(self) -> None:
         if self._is_dead:
             self._return_all()
             return
-        count = min(len(self.wanted), self._staging.max_blocks)
-        if not self.ungoverned and not self._governor.take(count * self._block_bytes):
+        count = min(len(self._requests.wanted), self._staging.max_blocks)
+        if not self._requests.ungoverned and not self._governor.take(count * self._block_bytes):
             return
         buffer = self._staging.take()
         if buffer is None:
             return
         leased: list[Wanted] = []
         gone: list[BlockHash] = []
-        while self.wanted and len(leased) < count:
+        while self._requests.wanted and len(leased) < count:
             each = self._next()
             if each is None:
                 break
@@ -166,7 +170,7 @@ class CopyOut:
 
     def _next(self) -> Wanted | None:
         try:
-            return self.wanted.popleft()
+            return self._requests.wanted.popleft()
         except IndexError:  # the planner took everything back
             return None
 

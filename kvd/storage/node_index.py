@@ -7,11 +7,12 @@ starting thread, then the planner's).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvd.cache.hashing import Namespace, block_hash
-from kvd.storage.schema import NodeRow
-from kvd.types import TOKEN_BYTES, BlockHash, BlockId
+from kvd.storage import schema
+from kvd.storage.schema import BadRowError, NodeRow
+from kvd.types import TOKEN_BYTES, BlockHash, BlockId, KvGroup
 from kvd.wal.record import Forget, Insert, Pin, Record, Unpin
 
 _HALF_COST_TOKENS = 4096
@@ -86,6 +87,8 @@ class NodeIndex:
         self.dirty: dict[BlockHash, IndexNode] = {}
         self.removed: set[BlockHash] = set()
         self.dropped_bytes: set[BlockHash] = set()
+        self.dropped_keys: set[bytes] = set()
+        """Keys of block bytes that no node stands for."""
         self.dirty_namespaces: set[BlockHash] = set()
         self.dirty_pins: set[str] = set()
 
@@ -161,6 +164,26 @@ class NodeIndex:
         self.nodes[key] = node
         return node
 
+    def load_stored(self, keys: Iterable[bytes], groups: Sequence[KvGroup]) -> None:
+        """Take which blocks have their bytes on disk: those whose every group has. The rest is marked for removal."""
+        names = {group.name for group in groups}
+        found: dict[BlockHash, int] = {}
+        for key in keys:
+            try:
+                group, block_hash = schema.split_block_key(key)
+            except BadRowError:
+                self.dropped_keys.add(key)
+                continue
+            if group in names and block_hash in self.nodes:
+                found[block_hash] = found.get(block_hash, 0) + 1
+            else:
+                self.dropped_keys.add(key)
+        for block_hash, num_groups in found.items():
+            if num_groups == len(names):
+                self.set_stored(self.nodes[block_hash], self._block_bytes)
+            else:
+                self.dropped_bytes.add(block_hash)
+
     # -------------------------------------------------------------------------------- pins
 
     def pin(self, name: str, leaf: BlockHash) -> bool:
@@ -214,6 +237,7 @@ class NodeIndex:
         self.dirty = dict(self.nodes)
         self.removed.clear()
         self.dropped_bytes.clear()
+        self.dropped_keys.clear()
         self.dirty_namespaces = set(self.namespaces)
         self.dirty_pins = set(self.pins)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvd.cache.events import BlockOrigin, BlockRemoved, BlocksPinned, BlockStored, BlocksUnpinned, BlocksUsed, CacheEvent
 from kvd.commands import CheckpointDone
 from kvd.storage import schema
-from kvd.storage.copy_out import CopyOut, Wanted
+from kvd.storage.copy_out import CopyRequests, Wanted
 from kvd.storage.node_index import IndexNode, NodeIndex
 from kvd.storage.operations import OnDone, Operations
 from kvd.storage.ports import Clock, Log, StorageInbox
@@ -63,11 +64,19 @@ class Planner:
     """``observe``, ``request_*`` and ``returned`` may be called from the engine thread, ``on_result`` from the storage thread; all return at once."""
 
     def __init__(
-        self, *, index: NodeIndex, wal: WalWriter, copy_out: CopyOut, inbox: StorageInbox, limits: PlannerLimits, clock: Clock, log: Log
+        self,
+        *,
+        index: NodeIndex,
+        wal: WalWriter,
+        requests: CopyRequests,
+        inbox: StorageInbox,
+        limits: PlannerLimits,
+        clock: Clock,
+        log: Log,
     ) -> None:
         self._index = index
         self._wal = wal
-        self._copy_out = copy_out
+        self._requests = requests
         self._inbox = inbox
         self._limits = limits
         self._clock = clock
@@ -93,7 +102,6 @@ class Planner:
         self.num_lost_events = self.num_checkpoints = self.num_committed_bytes = self.num_committed_blocks = 0
         self.num_expired_bytes = self.num_trimmed_nodes = self.num_refused_blocks = self.num_degradations = 0
         self.commit_s_total = self.commit_s_max = 0.0
-        self._every: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name="kvd-planner", daemon=True)
 
     def start(self, store: StoreThread, *, degraded_reason: str) -> None:
@@ -103,15 +111,28 @@ class Planner:
             self._index.forget_stored()
         self._thread.start()
 
-    def call_regularly(self, function: Callable[[], None]) -> None:
-        """Have ``function`` called a few times a second on the planner's thread (before ``start``)."""
-        self._every.append(function)
-
     def stop(self, timeout_s: float) -> bool:
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start; readable from any thread."""
+        return {
+            "checkpoints": self.num_checkpoints,
+            "checkpoint_blocks": self.num_committed_blocks,
+            "checkpoint_bytes": self.num_committed_bytes,
+            "checkpoint_commit_ms_total": round(self.commit_s_total * 1e3, 3),
+            "checkpoint_commit_ms_max": round(self.commit_s_max * 1e3, 3),
+            "checkpoint_refused_blocks": self.num_refused_blocks,
+            "expired_bytes": self.num_expired_bytes,
+            "trimmed_nodes": self.num_trimmed_nodes,
+            "lost_events": self.num_lost_events,
+            "degradations": self.num_degradations,
+            "hot_blocks_waiting": len(self._hot) + len(self._hot_pinned),
+            "blocks_under_way": len(self._under_way),
+        }
 
     # -------------------------------------------------------------------------------- engine thread
 
@@ -161,8 +182,6 @@ class Planner:
                 while self._mail:
                     self._take(self._mail.popleft())
                 self._advance()
-                for function in self._every:
-                    function()
             except Exception as error:
                 # A fault of ours must not end the daemon nor go on writing from a wrong picture: persistence stays off from here.
                 self._log.error("storage.planner_failed", error=repr(error))
@@ -306,9 +325,9 @@ class Planner:
     def _become_degraded(self, reason: str) -> None:
         self.num_degradations += 1
         self.degraded_reason = reason
-        while self._copy_out.wanted:
+        while self._requests.wanted:
             try:
-                self._release([self._copy_out.wanted.popleft().block_hash])
+                self._release([self._requests.wanted.popleft().block_hash])
             except IndexError:
                 break
         for queue in (self._hot, self._hot_pinned):
@@ -326,6 +345,7 @@ class Planner:
             changes = self._outstanding.popleft()
             index.dirty_namespaces.update(root for root, _ in changes.namespaces)
             index.dirty_pins.update(name for name, _ in changes.pins)
+            index.dropped_keys.update(changes.dropped_keys)
             index.removed.update(key for key in changes.removed_nodes if key not in index.nodes)
             for row in changes.nodes:
                 node = index.nodes.get(row.block_hash)
@@ -377,7 +397,7 @@ class Planner:
 
     def _set_eager(self) -> None:
         waiting = bool(self._operations)
-        self._copy_out.ungoverned = waiting
+        self._requests.ungoverned = waiting
         if self._store is not None:
             self._store.set_eager(waiting)
 
@@ -408,7 +428,7 @@ class Planner:
 
     def _has_changes(self) -> bool:
         index = self._index
-        return bool(index.dirty or index.removed or index.dropped_bytes or index.dirty_namespaces or index.dirty_pins)
+        return bool(index.dirty or index.removed or index.dropped_bytes or index.dropped_keys or index.dirty_namespaces or index.dirty_pins)
 
     def _grant(self) -> None:
         """Hand hot blocks to the engine thread, pinned ones first, as long as there is room for them on disk and under way."""
@@ -429,7 +449,7 @@ class Planner:
         if self._has_changes():
             self._send(commit=False)  # a block's node precedes its bytes
         self._uncommitted = True
-        self._copy_out.wanted.extend(Wanted(node.block_hash, node.block_id) for node in granted)
+        self._requests.wanted.extend(Wanted(node.block_hash, node.block_id) for node in granted)
 
     def _make_room(self, node: IndexNode) -> bool:
         limits, index = self._limits, self._index
@@ -460,11 +480,12 @@ class Planner:
             nodes=[node.row() for node in index.dirty.values()],
             removed_nodes=list(index.removed),
             dropped_blocks=list(index.dropped_bytes),
+            dropped_keys=list(index.dropped_keys),
             pins=[(name, index.pins.get(name)) for name in index.dirty_pins],
             commit=commit,
             clean=clean,
         )
-        for pending in (index.dirty, index.removed, index.dropped_bytes, index.dirty_namespaces, index.dirty_pins):
+        for pending in (index.dirty, index.removed, index.dropped_bytes, index.dropped_keys, index.dirty_namespaces, index.dirty_pins):
             pending.clear()
         self._outstanding.append(changes)
         self._uncommitted = True

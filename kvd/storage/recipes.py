@@ -1,9 +1,9 @@
-"""The durable pins: ``recipes/recipes.<generation>``, a small checksummed file that is written anew for every change.
+r"""The durable pins: ``recipes/recipes.<generation>``, a small checksummed file that is written anew for every change.
 
 A change is acknowledged when the new generation is on disk: temporary file, sync, rename, sync of the directory. The generation before it is kept, and read when the
 newest is damaged. Changes that arrive while a write is under way share the next one.
 
-    8 bytes "KVDRCP\\r\\n", u32 format version, u64 generation, u64 length, msgpack list of recipes, u32 crc32c of all before
+    8 bytes "KVDRCP\r\n", u32 format version, u64 generation, u64 length, msgpack list of recipes, u32 crc32c of all before
 """
 
 from __future__ import annotations

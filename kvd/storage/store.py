@@ -254,6 +254,9 @@ class StoreTransaction:
     def delete_block(self, group: str, block_hash: bytes) -> None:
         self._delete(schema.block_key(group, block_hash), schema.DB_BLOCKS)
 
+    def delete_block_key(self, key: bytes) -> None:
+        self._delete(key, schema.DB_BLOCKS)
+
     def put_meta(self, meta: StoreMeta) -> None:
         self._meta = meta
         self._put(schema.META_KEY, schema.pack_meta(meta), schema.DB_META)

@@ -41,6 +41,7 @@ class Changes:
     nodes: list[NodeRow] = field(default_factory=list)
     removed_nodes: list[BlockHash] = field(default_factory=list)
     dropped_blocks: list[BlockHash] = field(default_factory=list)
+    dropped_keys: list[bytes] = field(default_factory=list)
     pins: list[tuple[str, BlockHash | None]] = field(default_factory=list)
     commit: bool = False
     clean: bool = False
@@ -205,6 +206,8 @@ class StoreThread:
         for block_hash in changes.dropped_blocks:
             for group in self._groups:
                 txn.delete_block(group.name, block_hash)
+        for key in changes.dropped_keys:
+            txn.delete_block_key(key)
         for name, leaf in changes.pins:
             txn.put_pin(name, leaf) if leaf is not None else txn.delete_pin(name)
         self._number, self._applied_lsn, self._clean = changes.number, changes.applied_lsn, changes.clean

@@ -1,0 +1,424 @@
+"""The storage room's front: what the daemon and the engine loop talk to. Implements the engine's ``CacheObserver`` and hands out its ``RecipeBook``.
+
+Life: ``lock`` (takes the state directory) → ``open`` (recipes, store, log) → ``rehydrate`` (blocks into the pool; then the threads run) → ``on_step`` and the
+rest, from the engine thread → ``shutdown_checkpoint`` → ``close``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from kvd.cache.events import CacheEvent
+from kvd.commands import CheckpointDone, Submit
+from kvd.config import StorageConfig
+from kvd.storage.budget import Budget, plan_budget
+from kvd.storage.copy_out import CopyOut, Governor
+from kvd.storage.lock import StateLock
+from kvd.storage.node_index import IndexNode
+from kvd.storage.planner import Planner, PlannerLimits
+from kvd.storage.ports import BlockIO, Clock, Leases, Log, RehydrationCache, StorageInbox
+from kvd.storage.recipes import RecipeStore
+from kvd.storage.recovery import WAL_NAME, Recovered, adopt_recipes, recover
+from kvd.storage.rehydrate import Loaded, Rehydration, choose, recompute_candidates
+from kvd.storage.staging import StagingPool
+from kvd.storage.start_guard import STABLE_AFTER_S, StartGuard
+from kvd.storage.store_thread import StoreThread
+from kvd.types import TOKEN_BYTES, BlockHash, KvGroup, SamplingParams
+from kvd.wal.record import Forget
+from kvd.wal.writer import WalWriter
+
+_NUM_STAGING_BUFFERS = 4
+_BLOCK_SIZE_TOKENS = 16
+_WAL_QUEUE_CAPACITY = 65536
+_STOP_S = 10.0
+_IDLE_S = 1.0
+_BUSY_S = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehydrationReport:
+    """How a start's rehydration went.
+
+    ``recompute`` are requests that compute prefixes anew which were used twice or more and whose bytes are gone, the most valuable first;
+    ``recompute_pins`` is False after several starts that died early.
+    """
+
+    num_blocks: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    dropped: dict[str, int] = field(default_factory=dict)
+    pins_pending: tuple[str, ...] = ()
+    recompute_pins: bool = True
+    recompute: tuple[Submit, ...] = ()
+    failed_starts: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ``rehydration`` part of the status report."""
+        return {
+            "blocks": self.num_blocks,
+            "tokens": self.num_tokens,
+            "bytes": self.num_bytes,
+            "seconds": round(self.seconds, 3),
+            "pins_pending": len(self.pins_pending),
+            "dropped": dict(self.dropped),
+            "failed_starts": self.failed_starts,
+            "recompute_pins": self.recompute_pins,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    """What works on the store's behalf once the engine runs."""
+
+    recovered: Recovered
+    budget: Budget
+    wal: WalWriter
+    governor: Governor
+    copy_out: CopyOut
+    planner: Planner
+    store: StoreThread
+    is_started: bool = False
+
+
+class Storage:
+    """Made by ``lock``. Unless said otherwise, the engine thread's alone."""
+
+    def __init__(self, config: StorageConfig, lock: StateLock, guard: StartGuard, clock: Clock, log: Log) -> None:
+        self._config = config
+        self._lock = lock
+        self._guard = guard
+        self._clock = clock
+        self._log = log
+        self._recipes: RecipeStore | None = None
+        self._running: _Running | None = None
+        self._staging: StagingPool | None = None
+        self._inbox: StorageInbox | None = None
+        self._fingerprint = b""
+        self._groups: tuple[KvGroup, ...] = ()
+        self._stable_timer: threading.Timer | None = None
+        self._pin_chains: list[tuple[str, list[BlockHash]]] = []
+
+    # -------------------------------------------------------------------------------- start
+
+    @classmethod
+    def lock(cls, config: StorageConfig, *, clock: Clock, log: Log | None = None) -> Storage:
+        """Take the state directory, making it if need be.
+
+        Raises:
+            StateLockedError: another process holds it.
+            OSError: it can't be made or written.
+        """
+        config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = StateLock(config.state_dir)
+        try:
+            guard = StartGuard(config.state_dir)
+        except OSError:
+            lock.release()
+            raise
+        return cls(config, lock, guard, clock, log or structlog.get_logger("storage"))
+
+    @property
+    def fingerprint_cache(self) -> Path:
+        """Where the executor may remember digests of weight files."""
+        return self._config.state_dir / "fingerprints"
+
+    @property
+    def recipe_book(self) -> RecipeStore:
+        assert self._recipes is not None, "open comes first"
+        return self._recipes
+
+    @property
+    def failed_starts(self) -> int:
+        """Starts before this one that died before READY or within a minute of it."""
+        return self._guard.failed_starts
+
+    def open(
+        self, *, namespace_fingerprint: bytes, groups: Sequence[KvGroup], inbox: StorageInbox, leases: Leases, block_io: BlockIO
+    ) -> None:
+        """Read what is there. Damage is set aside and logged, never raised.
+
+        Raises:
+            RecipesUnreadableError: the pins can't be read.
+            UnknownFormatError: something was written by another version.
+            OSError: the directory can't be written.
+        """
+        self._fingerprint = namespace_fingerprint
+        self._groups = tuple(groups)
+        self._inbox = inbox
+        self._recipes = RecipeStore(self._config.state_dir, inbox=inbox, log=self._log)
+        if not self._config.persist:
+            return
+        budget = plan_budget(self._config, self._groups)
+        recovered = recover(
+            self._config.state_dir,
+            budget,
+            self._groups,
+            set_store_aside=self._guard.set_store_aside,
+            now_unix_s=int(self._clock.unix()),
+        )
+        for damage in recovered.damage:
+            self._log.warning("storage.damage", what=damage)
+        num_foreign = recovered.index.collect_namespaces(namespace_fingerprint)
+        recipes = self._recipes.recipes()
+        chains = adopt_recipes(recovered.index, recipes, namespace_fingerprint, _BLOCK_SIZE_TOKENS * TOKEN_BYTES)
+        names = [recipe.name for recipe in sorted(recipes.values(), key=lambda each: (-each.priority, each.created_unix_s))]
+        self._pin_chains = list(zip(names, chains, strict=True))
+        self._log.info(
+            "storage.opened",
+            generation=recovered.generations.current.generation,
+            nodes=len(recovered.index.nodes),
+            blocks=recovered.index.num_stored,
+            bytes=recovered.index.stored_bytes,
+            replayed=recovered.log.num_records,
+            torn_bytes=recovered.log.torn_bytes,
+            bad_rows=recovered.num_bad_rows,
+            foreign_nodes=num_foreign,
+            degraded=recovered.store_error,
+        )
+        self._running = self._assemble(recovered, budget, leases, block_io)
+
+    def _assemble(self, recovered: Recovered, budget: Budget, leases: Leases, block_io: BlockIO) -> _Running:
+        config, clock = self._config, self._clock
+        assert self._inbox is not None
+        staging = StagingPool(self._groups, buffer_bytes=config.checkpoint_bytes_per_step, num_buffers=_NUM_STAGING_BUFFERS)
+        self._staging = staging
+        wal = WalWriter(
+            config.state_dir / WAL_NAME,
+            recovered.log_position(),
+            store_uuid=recovered.generations.current.store_uuid,
+            sync_interval_s=config.wal_sync_interval_ms / 1e3,
+            segment_bytes=budget.wal_segment_bytes,
+            max_bytes=budget.wal_max_bytes,
+            queue_capacity=_WAL_QUEUE_CAPACITY,
+            on_error=lambda error: self._log.error("wal.failed", error=error),
+        )
+        if recovered.applied_lsn >= recovered.log.last_lsn:
+            wal.retire(recovered.applied_lsn)
+        burst = staging.max_blocks * max(1, sum(group.row_bytes for group in self._groups))
+        governor = Governor(
+            bytes_per_s=config.checkpoint_bytes_per_s,
+            burst_bytes=burst,
+            pause_queue_depth=config.checkpoint_pause_queue_depth,
+            clock=clock,
+        )
+        copy_out = CopyOut(
+            leases=leases,
+            block_io=block_io,
+            groups=self._groups,
+            staging=staging,
+            governor=governor,
+            on_staged=lambda batch: store.stage(batch),
+            on_returned=lambda hashes, failed: planner.returned(hashes, failed),
+        )
+        limits = PlannerLimits(
+            checkpoint_interval_s=config.checkpoint_interval_s,
+            wal_soft_bytes=budget.wal_max_bytes // 2,
+            max_block_bytes=budget.max_block_bytes,
+            max_nodes=budget.max_nodes,
+            max_wanted=2 * _NUM_STAGING_BUFFERS * staging.max_blocks,
+            block_bytes=budget.block_bytes,
+        )
+        planner = Planner(index=recovered.index, wal=wal, copy_out=copy_out, inbox=self._inbox, limits=limits, clock=clock, log=self._log)
+        store = StoreThread(
+            recovered.generations,
+            recovered.store,
+            groups=self._groups,
+            staging=staging,
+            commit_bytes=budget.commit_bytes,
+            clock=clock,
+            on_result=planner.on_result,
+        )
+        return _Running(recovered=recovered, budget=budget, wal=wal, governor=governor, copy_out=copy_out, planner=planner, store=store)
+
+    def rehydrate(
+        self, cache: RehydrationCache, block_io: BlockIO, deadline_s: float, progress: Callable[[int, int], None]
+    ) -> RehydrationReport:
+        """Load the most valuable blocks into the pool until ``deadline_s`` (monotonic), then start the threads.
+
+        Needs only the pool: the weights may be loading meanwhile. Direct calls of the cache are fine, the loop does not run yet.
+        """
+        running = self._running
+        recompute_pins = not self._guard.skip_pins
+        if running is None:
+            names = tuple(self.recipe_book.recipes())
+            return RehydrationReport(pins_pending=names, recompute_pins=recompute_pins, failed_starts=self.failed_starts)
+        started_s = time.monotonic()
+        index = running.recovered.index
+        max_blocks = int(cache.num_blocks * self._config.rehydrate_max_fraction)
+        loaded = self._load(running, cache, block_io, deadline_s, max_blocks, progress)
+        for node in loaded.bad:
+            index.drop_bytes(node)
+        for start in range(0, len(loaded.bad), 1024):
+            running.wal.append(Forget(tuple(node.block_hash for node in loaded.bad[start : start + 1024])))
+        if loaded.dropped:
+            self._log.warning("rehydrate.dropped", **loaded.dropped)
+        if loaded.store_error:
+            self._log.error("rehydrate.store_failed", error=loaded.store_error)
+        room = max(0, max_blocks - loaded.num_blocks)
+        chains = recompute_candidates(index, loaded.in_memory, room) if recompute_pins else []
+        pending = tuple(name for name, chain in self._pin_chains if not all(key in loaded.in_memory for key in chain))
+        running.store.start()
+        running.planner.start(running.store, degraded_reason=running.recovered.store_error)
+        running.is_started = True
+        return RehydrationReport(
+            num_blocks=loaded.num_blocks,
+            num_tokens=loaded.num_tokens,
+            num_bytes=loaded.num_bytes,
+            seconds=time.monotonic() - started_s,
+            dropped=loaded.dropped,
+            pins_pending=pending,
+            recompute_pins=recompute_pins,
+            recompute=tuple(self._submit(running, chain) for chain in chains),
+            failed_starts=self.failed_starts,
+        )
+
+    def _load(
+        self,
+        running: _Running,
+        cache: RehydrationCache,
+        block_io: BlockIO,
+        deadline_s: float,
+        max_blocks: int,
+        progress: Callable[[int, int], None],
+    ) -> Loaded:
+        store, staging = running.recovered.store, self._staging
+        if store is None or staging is None:
+            return Loaded()
+        chains = choose(running.recovered.index, [chain for _, chain in self._pin_chains], max_blocks)
+        work = Rehydration(
+            index=running.recovered.index,
+            store=store,
+            cache=cache,
+            block_io=block_io,
+            groups=self._groups,
+            staging=staging,
+            clock=self._clock,
+            deadline_s=deadline_s,
+        )
+        return work.run(chains, progress)
+
+    def _submit(self, running: _Running, chain: Sequence[IndexNode]) -> Submit:
+        namespace = running.recovered.index.namespaces[chain[0].root]
+        return Submit(
+            request_id=os.urandom(16),
+            token_ids=b"".join(node.token_ids for node in chain),
+            sampling=SamplingParams(temperature=0.0),
+            max_tokens=1,
+            credit_tokens=1,
+            tenant_salt=namespace.tenant_salt,
+            adapter=namespace.adapter_digest,
+        )
+
+    def mark_ready(self) -> None:
+        """READY: unless the process dies within a minute, this start counts as good."""
+        self._stable_timer = threading.Timer(STABLE_AFTER_S, self._guard.clear)
+        self._stable_timer.daemon = True
+        self._stable_timer.start()
+
+    # -------------------------------------------------------------------------------- while the engine runs
+
+    def on_step(self, step: int, events: Sequence[CacheEvent]) -> None:  # noqa: ARG002 (the port's)
+        """Take a step's events; end the leases of finished copies and begin a new one. Never waits."""
+        running = self._running
+        if running is None:
+            return
+        if events:
+            running.planner.observe(events)
+        running.copy_out.poll()
+
+    def set_queue_depth(self, num_waiting: int) -> None:
+        """How many requests wait: the governor pauses copies above its threshold."""
+        if self._running is not None:
+            self._running.governor.queue_depth = num_waiting
+
+    def idle_delay_s(self) -> float:
+        """Seconds after which ``on_step`` wants to be called again though no step runs."""
+        running = self._running
+        if running is not None and (running.copy_out.is_busy or running.planner.is_busy):
+            return _BUSY_S
+        return _IDLE_S
+
+    def checkpoint_now(self, op_id: bytes) -> None:
+        """Persist every hot block; ``CheckpointDone`` comes through the inbox."""
+        running = self._running
+        if running is not None and running.planner.is_alive:
+            running.planner.request_checkpoint(op_id)
+        elif self._inbox is not None:
+            error = "nothing is persisted (persist = false)" if running is None else "persistence has stopped"
+            self._inbox.put_internal(CheckpointDone(op_id, error=error))
+
+    def status(self) -> dict[str, Any]:
+        """The ``store`` part of the status report."""
+        running = self._running
+        if running is None:
+            return {"nodes": 0, "blocks": 0, "bytes": 0, "wal_bytes": 0, "last_checkpoint_age_s": None, "degraded": False, "reason": "off"}
+        index, planner = running.recovered.index, running.planner
+        last_s = planner.last_checkpoint_s
+        reason = planner.degraded_reason or running.wal.fault
+        return {
+            "nodes": len(index.nodes),
+            "blocks": index.num_stored,
+            "bytes": index.stored_bytes,
+            "wal_bytes": running.wal.num_bytes,
+            "last_checkpoint_age_s": None if last_s is None else round(self._clock.monotonic() - last_s, 3),
+            "degraded": bool(reason),
+            "reason": reason,
+            "failed_starts": self.failed_starts,
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of log and checkpoints for the stats report."""
+        running = self._running
+        if running is None:
+            return {}
+        return {
+            **running.wal.stats(),
+            **running.planner.stats(),
+            "checkpoint_copied_bytes": running.copy_out.num_copied_bytes,
+            "checkpoint_paused_steps": running.governor.num_pauses,
+            "checkpoint_is_paused": running.governor.is_paused,
+        }
+
+    # -------------------------------------------------------------------------------- end
+
+    def shutdown_checkpoint(self, deadline_s: float) -> bool:
+        """Persist everything that is ready in the tree, the hottest first, until ``deadline_s`` (monotonic); whether all of it is durable.
+
+        On the engine thread after the loop ended, while the executor still works.
+        """
+        running = self._running
+        if running is None or not running.is_started or not running.planner.is_alive:
+            return False
+        running.planner.request_final()
+        while not running.planner.final_done.wait(_BUSY_S):
+            if self._clock.monotonic() >= deadline_s or not running.planner.is_alive:
+                return False
+            running.copy_out.poll()
+        return not running.planner.degraded_reason
+
+    def close(self, *, clean: bool) -> None:
+        """End the threads and let go of the state directory; ``clean`` says that the daemon ended as it should."""
+        if self._stable_timer is not None:
+            self._stable_timer.cancel()
+        running = self._running
+        if running is not None:
+            if running.is_started:
+                running.planner.stop(_STOP_S)
+                running.store.stop(_STOP_S)
+            elif running.recovered.store is not None:
+                running.recovered.store.close()
+            running.wal.close(_STOP_S)
+        if self._recipes is not None:
+            self._recipes.close(_STOP_S)
+        if clean:
+            self._guard.clear()
+        self._lock.release()

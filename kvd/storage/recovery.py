@@ -1,0 +1,168 @@
+"""What a start makes of the state directory: the store generation, the node table and the log become one index.
+
+Everything here is cache: whatever can't be read is set aside and reported, and the start goes on with less. Only an unknown format stops it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.cache.hashing import Namespace, block_hash
+from kvd.commands import Recipe
+from kvd.storage import schema
+from kvd.storage.budget import Budget
+from kvd.storage.errors import StoreDamagedError, StoreFullError, UnknownFormatError
+from kvd.storage.generations import Generations
+from kvd.storage.node_index import NodeIndex
+from kvd.storage.schema import BadRowError, NodeRow
+from kvd.storage.store import Store
+from kvd.types import BlockHash, KvGroup
+from kvd.wal.record import Record, WalFormatError
+from kvd.wal.repair import RepairReport, repair_log
+from kvd.wal.writer import LogPosition
+
+WAL_NAME = "wal"
+QUARANTINE_NAME = "quarantine"
+
+
+@dataclass(slots=True)
+class Recovered:
+    """The state directory as found. ``store`` None: no generation could be opened or made, ``store_error`` says why."""
+
+    generations: Generations
+    store: Store | None
+    store_error: str
+    index: NodeIndex
+    applied_lsn: int
+    log: RepairReport
+    num_bad_rows: int
+    damage: list[str]
+
+    def log_position(self) -> LogPosition:
+        return LogPosition(max(self.applied_lsn, self.log.last_lsn) + 1, self.log.next_segment, self.log.num_bytes, self.log.last_lsns)
+
+
+def recover(state_dir: Path, budget: Budget, groups: Sequence[KvGroup], *, set_store_aside: bool, now_unix_s: int) -> Recovered:
+    """Open the store, load the index from it, and replay the log onto the index.
+
+    Raises:
+        UnknownFormatError: CURRENT, the store or the log is of another format.
+    """
+    generations = Generations(state_dir, map_bytes=budget.map_bytes, max_aside_bytes=budget.aside_max_bytes)
+    damage: list[str] = []
+    if set_store_aside:
+        generations.set_aside()
+        damage.append("the last starts died early: the store was set aside unread")
+    store, store_error = _open(generations, now_unix_s)
+    index, num_bad_rows = NodeIndex(budget.block_bytes), 0
+    if store is not None:
+        try:
+            num_bad_rows = load_index(index, store, groups)
+        except StoreDamagedError as error:
+            damage.append(str(error))
+            store.close()
+            generations.set_aside()
+            store, store_error = _open(generations, now_unix_s)
+            index = NodeIndex(budget.block_bytes)
+    applied_lsn = store.meta.applied_lsn if store is not None else 0
+
+    def apply(lsn: int, record: Record) -> None:
+        if lsn > applied_lsn:
+            index.apply(record)
+
+    log = _replay(state_dir, generations.current.store_uuid, apply, budget, damage)
+    damage += generations.damage
+    return Recovered(generations, store, store_error, index, applied_lsn, log, num_bad_rows, damage)
+
+
+def load_index(index: NodeIndex, store: Store, groups: Sequence[KvGroup]) -> int:
+    """Fill ``index`` from the store; the number of rows that failed their checks and are marked for removal.
+
+    Raises:
+        StoreDamagedError: the store can't be read.
+    """
+    bad: list[BlockHash] = []
+
+    def namespaces() -> Iterator[Namespace]:
+        for root, value in store.rows(schema.DB_NAMESPACES):
+            try:
+                yield schema.unpack_namespace(root, value)
+            except BadRowError:
+                index.dirty_namespaces.add(BlockHash(root))
+                bad.append(BlockHash(root))
+
+    def nodes() -> Iterator[NodeRow]:
+        for key, value in store.rows(schema.DB_NODES):
+            try:
+                yield schema.unpack_node(key, value)
+            except BadRowError:
+                index.removed.add(BlockHash(key))
+                bad.append(BlockHash(key))
+
+    def pins() -> Iterator[tuple[str, BlockHash]]:
+        for name, leaf in store.rows(schema.DB_PINS):
+            yield name.decode("utf-8", "replace"), BlockHash(leaf)
+
+    num_orphans = index.load(namespaces(), nodes(), pins())
+    index.load_stored(store.block_keys(), groups)
+    return num_orphans + len(bad)
+
+
+def adopt_recipes(index: NodeIndex, recipes: dict[str, Recipe], fingerprint: bytes, block_bytes: int) -> list[list[BlockHash]]:
+    """Make the index's pins those of the recipes, which are the truth; the chains of blocks that the recipes stand for, by priority.
+
+    ``block_bytes`` is the length of a block's packed tokens.
+    """
+    for name in [name for name in index.pins if name not in recipes]:
+        index.unpin(name)
+    chains = []
+    for recipe in sorted(recipes.values(), key=lambda each: (-each.priority, each.created_unix_s)):
+        chain = recipe_chain(recipe, fingerprint, block_bytes)
+        chains.append(chain)
+        if chain and chain[-1] in index.nodes:
+            index.pin(recipe.name, chain[-1])
+        else:
+            index.unpin(recipe.name)
+    return chains
+
+
+def recipe_chain(recipe: Recipe, fingerprint: bytes, block_bytes: int) -> list[BlockHash]:
+    """The hashes of a recipe's full blocks under ``fingerprint``, root first."""
+    parent = Namespace(fingerprint, recipe.tenant_salt, recipe.adapter).root
+    chain = []
+    for start in range(0, len(recipe.token_ids) - block_bytes + 1, block_bytes):
+        parent = block_hash(parent, recipe.token_ids[start : start + block_bytes])
+        chain.append(parent)
+    return chain
+
+
+def _open(generations: Generations, now_unix_s: int) -> tuple[Store | None, str]:
+    try:
+        return generations.open(now_unix_s), ""
+    except (StoreFullError, StoreDamagedError, OSError) as error:
+        return None, str(error)
+
+
+def _replay(state_dir: Path, store_uuid: bytes, apply: Callable[[int, Record], None], budget: Budget, damage: list[str]) -> RepairReport:
+    directory = state_dir / WAL_NAME
+    directory.mkdir(mode=0o700, exist_ok=True)
+    try:
+        log = repair_log(
+            directory,
+            store_uuid,
+            apply,
+            quarantine=state_dir / QUARANTINE_NAME,
+            quarantine_max_bytes=budget.quarantine_max_bytes,
+        )
+    except WalFormatError as error:
+        raise UnknownFormatError(str(error)) from error
+    except OSError as error:
+        damage.append(f"the write-ahead log can't be read: {error}; it was dropped")
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        return RepairReport()
+    damage += log.damage
+    return log

@@ -1,0 +1,259 @@
+"""Bringing blocks back from disk before traffic: which, in what order, and every check on the way into the pool.
+
+Pins come first, then what is worth most (uses × recompute cost ÷ bytes), each with everything above it. A block whose bytes, header, identity or fingerprint fail
+is dropped and counted; it and what hangs below it is computed again when asked for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvd.cache.events import BlockOrigin
+from kvd.observe.failpoints import declare
+from kvd.storage import schema
+from kvd.storage.errors import StorageError
+from kvd.storage.node_index import IndexNode, NodeIndex
+from kvd.storage.ports import BlockIO, Clock, LoadTarget, RehydrationCache, Ticket
+from kvd.storage.schema import BadRowError
+from kvd.storage.staging import StagingBuffer, StagingPool
+from kvd.storage.store import BlockReader, Store, failpoint_translated
+from kvd.types import TOKEN_BYTES, BlockHash, KvGroup
+
+declare("rehydrate.before_read", "rehydrate.before_copy_in", "rehydrate.before_complete")
+
+Progress = Callable[[int, int], None]
+"""(blocks done, blocks to do)."""
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What came of it. ``dropped`` counts blocks by the reason of their refusal; ``bad`` are the blocks whose bytes must leave the disk."""
+
+    num_blocks: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    bad: list[IndexNode] = field(default_factory=list)
+    in_memory: set[BlockHash] = field(default_factory=set)
+    store_error: str = ""
+
+
+def choose(index: NodeIndex, pinned_chains: Iterable[Sequence[BlockHash]], max_blocks: int) -> list[list[IndexNode]]:
+    """The chains to load, each from its first block on, the most valuable first; at most ``max_blocks`` different blocks in all."""
+    chosen: dict[BlockHash, IndexNode] = {}
+    chains: list[list[IndexNode]] = []
+
+    def take(chain: Sequence[IndexNode]) -> None:
+        have: list[IndexNode] = []
+        is_new = False
+        for node in chain:
+            if node.block_hash not in chosen:
+                if not node.stored_bytes or len(chosen) >= max_blocks:
+                    break
+                chosen[node.block_hash] = node
+                is_new = True
+            have.append(node)
+        if is_new:
+            chains.append(have)
+
+    for hashes in pinned_chains:
+        known = []
+        for block_hash in hashes:
+            node = index.nodes.get(block_hash)
+            if node is None:
+                break
+            known.append(node)
+        take(known)
+    stored = [node for node in index.nodes.values() if node.stored_bytes]
+    for node in sorted(stored, key=lambda each: (index.value(each), each.last_use_unix_s, each.depth), reverse=True):
+        if len(chosen) >= max_blocks:
+            break
+        if node.block_hash not in chosen:
+            chain = node.chain()
+            if all(each.stored_bytes for each in chain):
+                take(chain)
+    return chains
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    target: LoadTarget
+    node: IndexNode
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    loads: list[_Load]
+    buffer: StagingBuffer
+    tickets: list[Ticket]
+
+
+class Rehydration:
+    """Single use, on the starting thread."""
+
+    def __init__(
+        self,
+        *,
+        index: NodeIndex,
+        store: Store,
+        cache: RehydrationCache,
+        block_io: BlockIO,
+        groups: Sequence[KvGroup],
+        staging: StagingPool,
+        clock: Clock,
+        deadline_s: float,
+    ) -> None:
+        self._index = index
+        self._store = store
+        self._cache = cache
+        self._block_io = block_io
+        self._groups = tuple(groups)
+        self._staging = staging
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._loaded = Loaded()
+        self._waiting: deque[_Load] = deque()
+        self._copies: deque[_Copy] = deque()
+        self._unusable: set[BlockHash] = set()
+        self._num_total = 0
+        self._has_failed = False
+        self._progress: Progress = lambda _done, _total: None
+
+    def run(self, chains: Sequence[Sequence[IndexNode]], progress: Progress) -> Loaded:
+        """Load ``chains`` until all are there, the time is over or the store fails. The tree holds no filling node of ours afterwards."""
+        self._progress = progress
+        self._num_total = len({node.block_hash for chain in chains for node in chain})
+        try:
+            for chain in chains:
+                if self._is_over() or not self._begin(chain):
+                    break
+                while len(self._waiting) >= self._staging.max_blocks and not self._is_over():
+                    self._load_some()
+            while self._waiting and not self._is_over():
+                self._load_some()
+        except StorageError as error:
+            self._loaded.store_error = str(error)
+        while self._copies:
+            self._finish()
+        if self._waiting:
+            self._cache.fail_fill([load.target.node for load in self._waiting])
+            self._waiting.clear()
+        progress(self._loaded.num_blocks, self._num_total)
+        return self._loaded
+
+    def _is_over(self) -> bool:
+        """Out of time, or the executor failed (the engine loop learns so by itself)."""
+        return self._has_failed or self._clock.monotonic() >= self._deadline_s
+
+    def _begin(self, chain: Sequence[IndexNode]) -> bool:
+        """Make filling nodes for what of ``chain`` is not there; False if the pool has no room."""
+        usable = []
+        for node in chain:
+            if node.block_hash in self._unusable:
+                break
+            usable.append(node)
+        if not usable:
+            return True
+        namespace = self._index.namespaces[usable[0].root]
+        targets = self._cache.begin_load(namespace, [(node.token_ids, node.uses) for node in usable], BlockOrigin.RESTORED)
+        if targets is None:
+            return False
+        by_hash = {node.block_hash: node for node in usable}
+        self._waiting.extend(_Load(target, by_hash[target.block_hash]) for target in targets)
+        return True
+
+    def _load_some(self) -> None:
+        """Read one staging buffer's worth, check it, and start its copy into the pool."""
+        buffer = self._staging.take()
+        if buffer is None:
+            self._finish()
+            return
+        good: list[_Load] = []
+        failpoint_translated("rehydrate.before_read")
+        batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), buffer.max_blocks))]
+        try:
+            with self._store.reading_blocks() as reader:
+                for load in batch:
+                    if self._read(reader, load, buffer, len(good)):
+                        good.append(load)
+        except StorageError:
+            self._staging.give_back(buffer)
+            self._cache.fail_fill([load.target.node for load in batch if load.node.block_hash not in self._unusable])
+            raise
+        if not good:
+            self._staging.give_back(buffer)
+            return
+        failpoint_translated("rehydrate.before_copy_in")
+        ids = [load.target.block_id for load in good]
+        tickets = [self._block_io.copy_in(group.name, ids, buffer.rows(group.name, len(ids))) for group in self._groups]
+        self._copies.append(_Copy(good, buffer, tickets))
+        if len(self._copies) > 1:
+            self._finish()
+
+    def _read(self, reader: BlockReader, load: _Load, buffer: StagingBuffer, row: int) -> bool:
+        """Copy a block's values into row ``row`` of ``buffer`` and check them there, where they will be used from."""
+        node = load.node
+        if node.parent is not None and node.parent.block_hash in self._unusable:
+            self._unusable.add(node.block_hash)  # it left the tree with its parent
+            return False
+        try:
+            for group in self._groups:
+                value = reader.get(group.name, node.block_hash)
+                if value is None:
+                    raise BadRowError("missing")  # noqa: TRY301 (one place that drops a block)
+                memory = buffer.rows(group.name, 1, row)
+                if len(value) != schema.value_bytes(group.row_bytes):
+                    raise BadRowError("length")  # noqa: TRY301
+                memory[:] = value[schema.BLOCK_HEADER_BYTES : schema.BLOCK_HEADER_BYTES + group.row_bytes]
+                schema.check_block(value, node.block_hash, group.fingerprint, group.row_bytes, memory)
+        except BadRowError as error:
+            self._unusable.add(node.block_hash)
+            self._loaded.dropped[error.reason] = self._loaded.dropped.get(error.reason, 0) + 1
+            self._loaded.bad.append(node)
+            self._cache.fail_fill([load.target.node])
+            return False
+        return True
+
+    def _finish(self) -> None:
+        """Wait for the oldest copy and make its blocks ready."""
+        if not self._copies:
+            return
+        copy = self._copies.popleft()
+        for ticket in copy.tickets:
+            ticket.wait()
+        self._staging.give_back(copy.buffer)
+        nodes: list[Any] = [load.target.node for load in copy.loads]
+        failed = next((ticket.error for ticket in copy.tickets if ticket.error is not None), None)
+        if failed is not None:
+            self._cache.fail_fill(nodes)
+            self._has_failed = True
+            return
+        failpoint_translated("rehydrate.before_complete")
+        self._cache.complete_fill(nodes)
+        loaded = self._loaded
+        loaded.num_blocks += len(nodes)
+        for load in copy.loads:
+            loaded.num_tokens += len(load.node.token_ids) // TOKEN_BYTES
+            loaded.num_bytes += sum(group.row_bytes for group in self._groups)
+            loaded.in_memory.add(load.node.block_hash)
+        self._progress(loaded.num_blocks, self._num_total)
+
+
+def recompute_candidates(index: NodeIndex, in_memory: set[BlockHash], max_blocks: int) -> list[list[IndexNode]]:
+    """Chains that were used twice or more and whose last block has no bytes on disk, the most valuable first; only the longest of each branch."""
+    hot = [node for node in index.nodes.values() if node.uses >= 2]
+    inner = {node.parent.block_hash for node in hot if node.parent is not None}
+    ends = [node for node in hot if node.block_hash not in inner and not node.stored_bytes and node.block_hash not in in_memory]
+    chains: list[list[IndexNode]] = []
+    counted = set(in_memory)
+    for node in sorted(ends, key=lambda each: (index.value(each), each.last_use_unix_s), reverse=True):
+        chain = node.chain()
+        missing = [each.block_hash for each in chain if each.block_hash not in counted]
+        if len(missing) <= max_blocks:
+            max_blocks -= len(missing)
+            counted.update(missing)
+            chains.append(chain)
+    return chains
