@@ -39,6 +39,8 @@ _REFUSED_IF_SET = {
     "attn_logit_softcapping": "capped attention",
 }
 
+_MAX_FACTOR = 1_000_000
+
 _ROPE_KEYS = {
     RopeType.DEFAULT: frozenset[str](),
     RopeType.LINEAR: frozenset({"factor"}),
@@ -199,7 +201,7 @@ def _rope(config: Mapping[str, Any], positions: int, origin: str) -> RopeSpec:
         raise UnsupportedModelError(f"{origin}: partial_rotary_factor {partial} is not supported; supported: 1")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     known = ", ".join(sorted(_ROPE_KEYS))
-    if kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise UnsupportedModelError(f"{origin}: rope type {kind!r} is not supported; supported: {known}")
     rope_type = RopeType(kind)
     allowed = _ROPE_KEYS[rope_type] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -224,8 +226,8 @@ def _scaled_rope(rope_type: RopeType, theta: float, parameters: Mapping[str, Any
         raise ModelError(f"{origin}: original_max_position_embeddings must be positive")
     by_ratio = positions / original if rope_type in (RopeType.YARN, RopeType.LONGROPE) else None
     factor = _number(parameters, "factor", origin, default=by_ratio)
-    if not factor >= 1:
-        raise ModelError(f"{origin}: rope factor {factor} must be at least 1")
+    if not 1 <= factor <= _MAX_FACTOR:
+        raise ModelError(f"{origin}: rope factor {factor} must be at least 1 and at most {_MAX_FACTOR}")
     match rope_type:
         case RopeType.LLAMA3:
             low, high = _number(parameters, "low_freq_factor", origin), _number(parameters, "high_freq_factor", origin)
