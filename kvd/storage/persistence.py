@@ -20,7 +20,7 @@ from kvd.cache.events import CacheEvent
 from kvd.commands import CheckpointDone, Submit
 from kvd.config import StorageConfig
 from kvd.storage.budget import Budget, plan_budget
-from kvd.storage.copy_out import CopyOut, Governor
+from kvd.storage.copy_out import CopyOut, CopyRequests, Governor
 from kvd.storage.lock import StateLock
 from kvd.storage.node_index import IndexNode
 from kvd.storage.planner import Planner, PlannerLimits
@@ -36,7 +36,6 @@ from kvd.wal.record import Forget
 from kvd.wal.writer import WalWriter
 
 _NUM_STAGING_BUFFERS = 4
-_BLOCK_SIZE_TOKENS = 16
 _WAL_QUEUE_CAPACITY = 65536
 _STOP_S = 10.0
 _IDLE_S = 1.0
@@ -142,7 +141,14 @@ class Storage:
         return self._guard.failed_starts
 
     def open(
-        self, *, namespace_fingerprint: bytes, groups: Sequence[KvGroup], inbox: StorageInbox, leases: Leases, block_io: BlockIO
+        self,
+        *,
+        namespace_fingerprint: bytes,
+        groups: Sequence[KvGroup],
+        inbox: StorageInbox,
+        leases: Leases,
+        block_io: BlockIO,
+        block_size_tokens: int = 16,
     ) -> None:
         """Read what is there. Damage is set aside and logged, never raised.
 
@@ -169,7 +175,7 @@ class Storage:
             self._log.warning("storage.damage", what=damage)
         num_foreign = recovered.index.collect_namespaces(namespace_fingerprint)
         recipes = self._recipes.recipes()
-        chains = adopt_recipes(recovered.index, recipes, namespace_fingerprint, _BLOCK_SIZE_TOKENS * TOKEN_BYTES)
+        chains = adopt_recipes(recovered.index, recipes, namespace_fingerprint, block_size_tokens * TOKEN_BYTES)
         names = [recipe.name for recipe in sorted(recipes.values(), key=lambda each: (-each.priority, each.created_unix_s))]
         self._pin_chains = list(zip(names, chains, strict=True))
         self._log.info(
@@ -210,15 +216,7 @@ class Storage:
             pause_queue_depth=config.checkpoint_pause_queue_depth,
             clock=clock,
         )
-        copy_out = CopyOut(
-            leases=leases,
-            block_io=block_io,
-            groups=self._groups,
-            staging=staging,
-            governor=governor,
-            on_staged=lambda batch: store.stage(batch),
-            on_returned=lambda hashes, failed: planner.returned(hashes, failed),
-        )
+        requests = CopyRequests()
         limits = PlannerLimits(
             checkpoint_interval_s=config.checkpoint_interval_s,
             wal_soft_bytes=budget.wal_max_bytes // 2,
@@ -227,7 +225,7 @@ class Storage:
             max_wanted=2 * _NUM_STAGING_BUFFERS * staging.max_blocks,
             block_bytes=budget.block_bytes,
         )
-        planner = Planner(index=recovered.index, wal=wal, copy_out=copy_out, inbox=self._inbox, limits=limits, clock=clock, log=self._log)
+        planner = Planner(index=recovered.index, wal=wal, requests=requests, inbox=self._inbox, limits=limits, clock=clock, log=self._log)
         store = StoreThread(
             recovered.generations,
             recovered.store,
@@ -236,6 +234,16 @@ class Storage:
             commit_bytes=budget.commit_bytes,
             clock=clock,
             on_result=planner.on_result,
+        )
+        copy_out = CopyOut(
+            requests,
+            leases=leases,
+            block_io=block_io,
+            groups=self._groups,
+            staging=staging,
+            governor=governor,
+            on_staged=store.stage,
+            on_returned=planner.returned,
         )
         return _Running(recovered=recovered, budget=budget, wal=wal, governor=governor, copy_out=copy_out, planner=planner, store=store)
 
@@ -254,7 +262,7 @@ class Storage:
         started_s = time.monotonic()
         index = running.recovered.index
         max_blocks = int(cache.num_blocks * self._config.rehydrate_max_fraction)
-        loaded = self._load(running, cache, block_io, deadline_s, max_blocks, progress)
+        loaded = self._load(running, cache=cache, block_io=block_io, deadline_s=deadline_s, max_blocks=max_blocks, progress=progress)
         for node in loaded.bad:
             index.drop_bytes(node)
         for start in range(0, len(loaded.bad), 1024):
@@ -284,6 +292,7 @@ class Storage:
     def _load(
         self,
         running: _Running,
+        *,
         cache: RehydrationCache,
         block_io: BlockIO,
         deadline_s: float,

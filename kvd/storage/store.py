@@ -108,6 +108,7 @@ class Store:
                 max_dbs=len(schema.DATABASES),
                 lib_version=0,
                 meminit=False,
+                mode=0o600,
                 readonly=readonly,
                 create=False,
                 readahead=not readonly,
@@ -128,7 +129,7 @@ class Store:
             StoreFullError, StoreDamagedError: it could not be written.
         """
         with _translated():
-            env = lmdb.open(str(directory), map_size=map_bytes, max_dbs=len(schema.DATABASES), lib_version=0, meminit=False)
+            env = lmdb.open(str(directory), map_size=map_bytes, max_dbs=len(schema.DATABASES), lib_version=0, meminit=False, mode=0o600)
             try:
                 dbs = {name: env.open_db(name) for name in schema.DATABASES}
                 with env.begin(write=True) as txn:

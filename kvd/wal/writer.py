@@ -9,6 +9,7 @@ records and those that were under way are written to a new segment, and the susp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -206,6 +207,8 @@ class WalWriter:
             if closing:
                 break
         self._seal()
+        with contextlib.suppress(OSError):
+            self._retire()
 
     def _drop_durable(self) -> None:
         with self._wake:

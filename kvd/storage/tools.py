@@ -1,0 +1,387 @@
+"""``kvd store check`` and ``kvd store dump`` as functions: they read every record, node and block of a state directory.
+
+Beside a live daemon they only read: the store through a read-only environment of this process, the log up to where it is valid. With a stopped daemon
+``check_store(repair=True)`` does what a start would do, and removes what fails its checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvd.storage import schema
+from kvd.storage.errors import RecipesUnreadableError, StorageError, StoreDamagedError, UnknownFormatError
+from kvd.storage.generations import CURRENT_NAME, STORE_NAME, Generations, read_current
+from kvd.storage.lock import StateLock, is_locked
+from kvd.storage.recipes import RecipeFileError, decode_recipes, list_recipe_files, read_recipes
+from kvd.storage.recovery import QUARANTINE_NAME, WAL_NAME
+from kvd.storage.schema import BadRowError
+from kvd.storage.start_guard import read_failed_starts
+from kvd.storage.store import DATA_NAME, Store
+from kvd.types import unpack_tokens
+from kvd.wal.reader import SegmentEnd, read_segments
+from kvd.wal.record import Forget, Insert, Pin, Record, WalFormatError
+from kvd.wal.repair import repair_log
+
+_PAGE_HEADER_BYTES = schema.PAGE_HEADER_BYTES
+
+
+def check_store(state_dir: Path, *, repair: bool = False) -> dict[str, Any]:
+    """Verify all of a state directory; a report as JSON-like data. ``ok`` is False if anything is damaged or unreadable, ``problems`` says what.
+
+    A torn tail of the log and counted failed starts are not damage.
+
+    Raises:
+        StateLockedError: ``repair`` beside a live daemon.
+    """
+    problems: list[str] = []
+    repaired: list[str] = []
+    if repair:
+        lock = StateLock(state_dir)
+        try:
+            repaired = _repair(state_dir)
+        finally:
+            lock.release()
+    report: dict[str, Any] = {
+        "ok": True,
+        "state_dir": str(state_dir),
+        "in_use": is_locked(state_dir),
+        "failed_starts": read_failed_starts(state_dir),
+        **_check_recipes(state_dir, problems),
+        **_check_generation(state_dir, problems),
+        **_check_log(state_dir, problems),
+    }
+    report["problems"] = problems
+    if repair:
+        report["repaired"] = repaired
+    report["ok"] = not problems
+    return report
+
+
+def dump_store(state_dir: Path) -> Iterator[dict[str, Any]]:
+    """Everything that is kept, without the bytes of blocks, one JSON-like entry each: ``kind`` says what.
+
+    Raises:
+        RecipesUnreadableError, StorageError, WalFormatError: a part that can't be read at all.
+    """
+    found = read_recipes(state_dir)
+    for recipe in found.recipes.values():
+        yield {
+            "kind": "recipe",
+            "name": recipe.name,
+            "tokens": len(recipe.token_ids) // 4,
+            "priority": recipe.priority,
+            "tenant_salt": recipe.tenant_salt.hex(),
+            "created_unix_s": recipe.created_unix_s,
+            "generation": found.generation,
+        }
+    for segment, fault in read_segments(state_dir / WAL_NAME, None):
+        yield {"kind": "wal_segment", "number": segment.number, "bytes": segment.size_bytes, "end": segment.end.value, "fault": fault}
+        if not fault:
+            for lsn, record in segment.records:
+                yield {"kind": "wal_record", "lsn": lsn, **_describe(record)}
+    with _opened(state_dir) as store:
+        if store is not None:
+            yield from _dump_rows(store)
+
+
+def block_extents(state_dir: Path) -> Iterator[tuple[Path, int, int]]:
+    """Where the bytes of stored blocks lie in the data file of a stopped store: (file, offset, length) of header and row.
+
+    Found by the header of a value at the start of a page run; a copy that lies in free pages may be among them, harmlessly.
+    """
+    current = read_current(state_dir)
+    if current is None:
+        return
+    path = state_dir / STORE_NAME / str(current.generation) / DATA_NAME
+    with _opened(state_dir) as store:
+        live = set(store.block_keys()) if store is not None else set()
+    hashes = {key[-32:] for key in live}
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        for page in range(0, size, schema.PAGE_BYTES):
+            file.seek(page + _PAGE_HEADER_BYTES)
+            header = file.read(schema.BLOCK_HEADER_BYTES)
+            length = schema.probe_block_header(header, hashes)
+            if length:
+                yield path, page + _PAGE_HEADER_BYTES, schema.BLOCK_HEADER_BYTES + length
+
+
+# -------------------------------------------------------------------------------------------------- recipes
+
+
+def _check_recipes(state_dir: Path, problems: list[str]) -> dict[str, Any]:
+    generations = []
+    for generation, path in list_recipe_files(state_dir):
+        entry: dict[str, Any] = {"generation": generation, "bytes": path.stat().st_size}
+        try:
+            entry["recipes"] = len(decode_recipes(path.read_bytes())[1])
+        except (RecipeFileError, UnknownFormatError, OSError) as error:
+            problems.append(f"{path.name}: {error}")
+            entry["error"] = str(error)
+        generations.append(entry)
+    try:
+        num_recipes = len(read_recipes(state_dir).recipes)
+    except (RecipesUnreadableError, UnknownFormatError) as error:
+        problems.append(str(error))
+        num_recipes = 0
+    return {"recipes": num_recipes, "recipe_generations": generations}
+
+
+# -------------------------------------------------------------------------------------------------- store
+
+
+@contextmanager
+def _opened(state_dir: Path) -> Iterator[Store | None]:
+    """The current generation, read-only; None if there is none yet.
+
+    Raises:
+        StorageError: it can't be opened.
+    """
+    current = read_current(state_dir)
+    directory = state_dir / STORE_NAME / str(current.generation) if current is not None else None
+    if directory is None or not directory.is_dir():
+        yield None
+        return
+    # A live daemon's file changes under a structural check: only the map's own guarantees hold there.
+    store = Store(directory, 0, readonly=True, verify=not is_locked(state_dir))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _check_generation(state_dir: Path, problems: list[str]) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "generation": None,
+        "namespaces": 0,
+        "nodes": 0,
+        "blocks": 0,
+        "block_bytes": 0,
+        "orphan_nodes": 0,
+        "orphan_blocks": 0,
+        "bad_rows": 0,
+        "bad_blocks": {},
+    }
+    try:
+        with _opened(state_dir) as store:
+            if store is not None:
+                _check_rows(store, report, problems)
+    except StorageError as error:
+        problems.append(str(error))
+    return report
+
+
+def _check_rows(store: Store, report: dict[str, Any], problems: list[str]) -> None:
+    meta = store.meta
+    report |= {"generation": meta.generation, "applied_lsn": meta.applied_lsn, "clean": meta.clean, "file_bytes": store.file_bytes}
+    roots = set()
+    for root, value in store.rows(schema.DB_NAMESPACES):
+        try:
+            schema.unpack_namespace(root, value)
+            roots.add(root)
+        except BadRowError:
+            report["bad_rows"] += 1
+    parents: dict[bytes, tuple[bytes, bytes]] = {}
+    for key, value in store.rows(schema.DB_NODES):
+        try:
+            row = schema.unpack_node(key, value)
+            parents[key] = (row.root, row.parent)
+        except BadRowError:
+            report["bad_rows"] += 1
+    orphans = [key for key, (root, parent) in parents.items() if root not in roots or (parent != root and parent not in parents)]
+    with store.reading_blocks() as reader:
+        for key, view in reader.items():
+            try:
+                _, block_hash = schema.split_block_key(key)
+                report["block_bytes"] += schema.verify_block(view, block_hash)
+            except BadRowError as error:
+                report["bad_blocks"][error.reason] = report["bad_blocks"].get(error.reason, 0) + 1
+                continue
+            report["blocks"] += 1
+            if block_hash not in parents:
+                report["orphan_blocks"] += 1
+    report |= {"namespaces": len(roots), "nodes": len(parents), "orphan_nodes": len(orphans)}
+    if report["bad_rows"]:
+        problems.append(f"{report['bad_rows']} rows of the store fail their checks")
+    for reason, count in report["bad_blocks"].items():
+        problems.append(f"{count} blocks fail their checks: {reason}")
+
+
+def _dump_rows(store: Store) -> Iterator[dict[str, Any]]:
+    meta = store.meta
+    yield {
+        "kind": "store",
+        "generation": meta.generation,
+        "store_uuid": meta.store_uuid.hex(),
+        "applied_lsn": meta.applied_lsn,
+        "clean": meta.clean,
+    }
+    for root, value in store.rows(schema.DB_NAMESPACES):
+        try:
+            namespace = schema.unpack_namespace(root, value)
+        except BadRowError as error:
+            yield {"kind": "namespace", "root": root.hex(), "error": error.reason}
+            continue
+        yield {
+            "kind": "namespace",
+            "root": root.hex(),
+            "fingerprint": namespace.fingerprint.hex(),
+            "tenant_salt": namespace.tenant_salt.hex(),
+            "adapter_digest": namespace.adapter_digest.hex(),
+        }
+    for key, value in store.rows(schema.DB_NODES):
+        try:
+            row = schema.unpack_node(key, value)
+        except BadRowError as error:
+            yield {"kind": "node", "hash": key.hex(), "error": error.reason}
+            continue
+        yield {
+            "kind": "node",
+            "hash": key.hex(),
+            "root": row.root.hex(),
+            "parent": row.parent.hex(),
+            "depth": row.depth,
+            "uses": row.uses,
+            "last_use_unix_s": row.last_use_unix_s,
+            "origin": row.origin,
+            "token_ids": list(unpack_tokens(row.token_ids)),
+        }
+    for name, leaf in store.rows(schema.DB_PINS):
+        yield {"kind": "pin", "name": name.decode("utf-8", "replace"), "leaf": leaf.hex()}
+    with store.reading_blocks() as reader:
+        for key, view in reader.items():
+            entry: dict[str, Any] = {"kind": "block", "bytes": len(view)}
+            try:
+                group, block_hash = schema.split_block_key(key)
+                entry |= {"group": group, "hash": block_hash.hex()}
+                entry["row_bytes"] = schema.verify_block(view, block_hash)
+            except BadRowError as error:
+                entry["error"] = error.reason
+            yield entry
+
+
+# -------------------------------------------------------------------------------------------------- log
+
+
+def _check_log(state_dir: Path, problems: list[str]) -> dict[str, Any]:
+    num_segments = num_records = num_bytes = torn_bytes = last_lsn = 0
+    try:
+        store_uuid = _store_uuid(state_dir)
+        for segment, fault in read_segments(state_dir / WAL_NAME, store_uuid):
+            num_segments += 1
+            num_bytes += segment.size_bytes
+            if fault:
+                problems.append(f"{segment.path.name}: {fault}")
+                continue
+            num_records += len(segment.records)
+            last_lsn = max(last_lsn, segment.last_lsn)
+            if segment.end is SegmentEnd.DAMAGED:
+                problems.append(f"{segment.path.name}: damaged at byte {segment.valid_bytes}")
+            elif segment.end is SegmentEnd.TORN:
+                torn_bytes += segment.size_bytes - segment.valid_bytes
+    except (WalFormatError, OSError) as error:
+        problems.append(f"write-ahead log: {error}")
+    quarantine = state_dir / QUARANTINE_NAME
+    return {
+        "wal_segments": num_segments,
+        "wal_records": num_records,
+        "wal_bytes": num_bytes,
+        "wal_torn_bytes": torn_bytes,
+        "wal_last_lsn": last_lsn,
+        "quarantined_files": len(list(quarantine.iterdir())) if quarantine.is_dir() else 0,
+    }
+
+
+def _store_uuid(state_dir: Path) -> bytes | None:
+    try:
+        current = read_current(state_dir)
+    except StorageError:
+        return None
+    return current.store_uuid if current is not None else None
+
+
+def _describe(record: Record) -> dict[str, Any]:
+    if isinstance(record, Insert):
+        return {
+            "type": "insert",
+            "root": record.root.hex(),
+            "parent": record.parent.hex(),
+            "token_ids": list(unpack_tokens(record.token_ids)),
+        }
+    if isinstance(record, Pin):
+        return {"type": "pin", "name": record.name, "leaf": record.leaf.hex()}
+    if isinstance(record, Forget):
+        return {"type": "forget", "hashes": [each.hex() for each in record.block_hashes]}
+    return {"type": "unpin", "name": record.name}
+
+
+# -------------------------------------------------------------------------------------------------- repair
+
+
+def _repair(state_dir: Path) -> list[str]:
+    """What a start would set aside, and the removal of rows and blocks that fail their checks; what was done, as sentences."""
+    done = _repair_current(state_dir)
+    current = read_current(state_dir)
+    if current is not None:
+        log = repair_log(
+            state_dir / WAL_NAME,
+            current.store_uuid,
+            lambda _lsn, _record: None,
+            quarantine=state_dir / QUARANTINE_NAME,
+            quarantine_max_bytes=1 << 28,
+        )
+        done += log.damage
+    return done
+
+
+def _repair_current(state_dir: Path) -> list[str]:
+    if not (state_dir / STORE_NAME).is_dir():
+        return []
+    try:
+        current = read_current(state_dir)
+    except StoreDamagedError as error:
+        (state_dir / STORE_NAME / CURRENT_NAME).unlink()
+        return [f"{error}; removed, the next start begins an empty store"]
+    if current is None:
+        return []
+    directory = state_dir / STORE_NAME / str(current.generation)
+    try:
+        store = Store(directory, 0)
+    except StoreDamagedError as error:
+        Generations(state_dir, map_bytes=1 << 20, max_aside_bytes=1 << 62).set_aside()
+        return [f"{error}; set aside"]
+    try:
+        return _remove_bad(store)
+    finally:
+        store.close()
+
+
+def _remove_bad(store: Store) -> list[str]:
+    bad_blocks: list[bytes] = []
+    with store.reading_blocks() as reader:
+        for key, view in reader.items():
+            try:
+                schema.verify_block(view, schema.split_block_key(key)[1])
+            except BadRowError:
+                bad_blocks.append(key)
+    bad_nodes = [key for key, value in store.rows(schema.DB_NODES) if _is_bad(key, value)]
+    if not (bad_blocks or bad_nodes):
+        return []
+    txn = store.begin()
+    for key in bad_blocks:
+        txn.delete_block_key(key)
+    for key in bad_nodes:
+        txn.delete_node(key)
+    txn.commit()
+    return [f"removed {len(bad_blocks)} blocks and {len(bad_nodes)} nodes that fail their checks"]
+
+
+def _is_bad(key: bytes, value: bytes) -> bool:
+    try:
+        schema.unpack_node(key, value)
+    except BadRowError:
+        return True
+    return False
