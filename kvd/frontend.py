@@ -23,7 +23,7 @@ from typing import Protocol
 import msgspec
 
 from kvd.commands import Command, Event, OpFailed, RequestFailed, Stopped, Submit
-from kvd.config import ObserveConfig, TransportConfig
+from kvd.config import EngineConfig, ObserveConfig, TransportConfig
 from kvd.observe.logging import configure, get_logger
 from kvd.transport.errors import EndpointError
 from kvd.transport.inproc import InprocInbox, InprocOutbox
@@ -31,6 +31,7 @@ from kvd.transport.ports import Text
 from kvd.transport.server import TransportServer
 from kvd.types import ErrorCode
 
+_DRAIN_TIMEOUT_S = EngineConfig().drain_timeout_s
 _LENGTH = struct.Struct("<I")
 _MAX_MESSAGE_BYTES = 1 << 30
 _IDLE_WAIT_S = 0.5
@@ -78,14 +79,14 @@ def start_frontend(
     inbox: InprocInbox,
     outbox: InprocOutbox,
     instance: bytes,
-    drain_timeout_s: float,
     observe: ObserveConfig,
     on_failure: Callable[[str], None],
+    drain_timeout_s: float = _DRAIN_TIMEOUT_S,
 ) -> Frontend:
     """Open the endpoints and start serving them, by a thread or a process as ``config.frontend`` says.
 
     ``text_source`` is what ``kvd.text.model.load_text_model`` takes; it is loaded after the endpoints are open, off the caller's thread.
-    ``on_failure`` is called, from another thread, if the edge dies or the text model can't be loaded.
+    ``drain_timeout_s`` is for drains that state none. ``on_failure`` is called, from another thread, if the edge dies or the text model can't be loaded.
 
     Raises:
         EndpointError: an endpoint can't be opened.

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvd_client.endpoints import default_listen_endpoint
+
 from kvd.transport.errors import EndpointError
 
 SOCKET_MODE = 0o660
@@ -74,25 +76,16 @@ def parse_endpoint(url: str) -> Endpoint:
 
 
 def resolve_listen(listen: tuple[str, ...], environ: Mapping[str, str] = os.environ) -> tuple[Endpoint, ...]:
-    """The endpoints to open: those configured, or ``kvd.sock`` in the runtime directory.
+    """The endpoints to open: those configured, or the one where clients look by default.
 
     Raises:
         EndpointError: see ``parse_endpoint``; or one is named twice.
     """
-    endpoints = tuple(map(parse_endpoint, listen)) or (IpcEndpoint(runtime_directory(environ) / "kvd.sock"),)
+    endpoints = tuple(map(parse_endpoint, listen or (default_listen_endpoint(environ),)))
     for endpoint in endpoints:
         if endpoints.count(endpoint) > 1 and not (isinstance(endpoint, TcpEndpoint) and not endpoint.port):
             raise EndpointError(f"{endpoint.url}: named twice")
     return endpoints
-
-
-def runtime_directory(environ: Mapping[str, str]) -> Path:
-    """Where the socket lives: systemd's RuntimeDirectory, else ``kvd`` under the user's runtime directory, else /run/kvd."""
-    if environ.get("RUNTIME_DIRECTORY"):
-        return Path(environ["RUNTIME_DIRECTORY"].partition(":")[0])
-    if environ.get("XDG_RUNTIME_DIR"):
-        return Path(environ["XDG_RUNTIME_DIR"]) / "kvd"
-    return Path("/run/kvd")
 
 
 def check_exposure(endpoint: Endpoint, *, has_curve: bool, allow_plain_tcp: bool) -> None:
@@ -121,6 +114,8 @@ def open_ipc(endpoint: IpcEndpoint) -> socket.socket:
     try:
         if not path.parent.exists():
             path.parent.mkdir(mode=_DIRECTORY_MODE, parents=True)
+        if path.parent.stat().st_uid not in {0, os.geteuid()}:
+            raise EndpointError(f"{endpoint.url}: the directory belongs to another user, who could put another socket there")
         _remove_stale(endpoint)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from pathlib import Path
 
@@ -66,16 +67,8 @@ def test_loopback(host, expected):
             check_exposure(endpoint, has_curve=False, allow_plain_tcp=False)
 
 
-@pytest.mark.parametrize(
-    ("environ", "path"),
-    [
-        ({"RUNTIME_DIRECTORY": "/run/kvd:/run/other", "XDG_RUNTIME_DIR": "/run/user/1"}, "/run/kvd/kvd.sock"),
-        ({"XDG_RUNTIME_DIR": "/run/user/1"}, "/run/user/1/kvd/kvd.sock"),
-        ({}, "/run/kvd/kvd.sock"),
-    ],
-)
-def test_the_default_endpoint(environ, path):
-    assert resolve_listen((), environ) == (IpcEndpoint(Path(path)),)
+def test_the_default_endpoint_is_where_clients_look():
+    assert resolve_listen((), {"RUNTIME_DIRECTORY": "/run/kvd:/run/other"}) == (IpcEndpoint(Path("/run/kvd/kvd.sock")),)
 
 
 def test_an_endpoint_named_twice_is_refused():
@@ -103,3 +96,12 @@ def test_a_path_that_cannot_be_used_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(EndpointError, match="file/s"):
         open_ipc(IpcEndpoint(tmp_path / "file" / "s"))
+
+
+def test_a_directory_of_somebody_else_is_refused(tmp_path, monkeypatch):
+    uid = tmp_path.stat().st_uid
+    monkeypatch.setattr("os.geteuid", lambda: uid + 1)
+    if uid == 0:
+        shutil.chown(tmp_path, 12345)
+    with pytest.raises(EndpointError, match="another user"):
+        open_ipc(IpcEndpoint(tmp_path / "s"))
