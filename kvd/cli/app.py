@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -104,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         failure = getattr(error, "code", None)
         if not isinstance(failure, str):  # a fault of our own: its traceback is the message
-            raise
+            traceback.print_exc()
+            return Exit.SOFTWARE
         return _fail(str(error), exit_of_failure(failure, retryable=bool(getattr(error, "retryable", False))))
     return code if isinstance(code, int) else Exit.OK
 

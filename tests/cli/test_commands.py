@@ -435,10 +435,10 @@ def test_a_missing_file_exits_66(stub, capsys):
     assert "/absent/file" in capsys.readouterr().err
 
 
-def test_a_fault_of_our_own_shows_its_traceback(stub):
-    stub.fail = ZeroDivisionError()
-    with pytest.raises(ZeroDivisionError):
-        app.main(["status"])
+def test_a_fault_of_our_own_shows_its_traceback_and_exits_70(stub, capsys):
+    stub.fail = ZeroDivisionError("oops")
+    assert app.main(["status"]) == Exit.SOFTWARE
+    assert "ZeroDivisionError: oops" in capsys.readouterr().err
 
 
 def test_version(capsys):
