@@ -32,6 +32,10 @@ class Roster:
         self.computing: set[Node] = set()
         """Filling nodes that steps in flight, or the one being made, complete."""
         self.collected_step = 0
+        self.num_preemptions = 0
+        """Requests that lost their blocks to others."""
+        self.num_replanned = 0
+        """Sequences that waited for blocks which were never filled."""
         self._seats: dict[BlockTable, Sequence] = {}
         self._leaving: dict[Sequence, None] = {}
         self._free_rows = list(range(max_running - 1, -1, -1))
@@ -109,11 +113,13 @@ class Roster:
     def withdraw(self, nodes: list[Node]) -> None:
         """These nodes will not be filled; those who waited for them are planned anew."""
         for table in self._cache.fail_fill(nodes):
+            self.num_replanned += 1
             self.retire(self._seats[table], Leaving.REPLANNED)
 
     def preempt(self, request: Request) -> None:
         """All of a request's sequences give up their blocks."""
         request.num_preemptions += 1
+        self.num_preemptions += 1
         for sequence in request.sequences:
             if not sequence.is_over:
                 self.retire(sequence, Leaving.PREEMPTED)

@@ -82,9 +82,15 @@ class Scheduler:
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and the present queue depths."""
-        names = ("steps", "prefill_tokens", "decode_tokens", "preemptions", "accepted", "finished", "failed", "refused")
+        names = ("steps", "prefill_tokens", "decode_tokens", "accepted", "finished", "failed", "refused")
         counts = {name: self._counters[name] for name in names}
-        return counts | {"running": self.num_running, "waiting": self.num_waiting, "stalled": self.num_stalled}
+        return counts | {
+            "preemptions": self._roster.num_preemptions,
+            "replanned": self._roster.num_replanned,
+            "running": self.num_running,
+            "waiting": self.num_waiting,
+            "stalled": self.num_stalled,
+        }
 
     # ----------------------------------------------------------------------------------------------- commands
 
@@ -346,7 +352,7 @@ class Scheduler:
                     roster.settle()
                 return None
             self._has_preempted = True
-            self._preempt(victim)
+            roster.preempt(victim)
             if sequence.table is None or sequence.leaving is not None:
                 return None
 
@@ -355,12 +361,8 @@ class Scheduler:
         victim = choose_victim(self._roster.stalled, ())
         if victim is None or self._roster.num_leaving:
             return False
-        self._preempt(victim)
-        return not self._roster.num_leaving
-
-    def _preempt(self, victim: Request) -> None:
-        self._counters["preemptions"] += 1
         self._roster.preempt(victim)
+        return not self._roster.num_leaving
 
     def _fail_for_lack_of_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         message = (

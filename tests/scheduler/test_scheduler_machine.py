@@ -1,214 +1,202 @@
-"""A state machine over scheduler, cache and a content-checking executor: whatever happens, nobody hears a wrong token and all requests end."""
+"""A state machine and a soak over scheduler, cache and a content-checking executor: whatever happens, nobody hears a wrong token and all requests end."""
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
+import random
+from collections import Counter
 
 import pytest
-from content_executor import ContentExecutor
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from stream_checker import FakeClock, StreamChecker, namespace_of
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from simulation import Simulation
 
-from kvd.cache.events import BlockRemoved, BlockStored
-from kvd.cache.manager import CacheManager, PinCapacityError, PinNotReadyError, PinTooShortError
-from kvd.config import SchedulerConfig
-from kvd.scheduler.scheduler import Scheduler
-from kvd.types import pack_tokens
-
-prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12) | st.sampled_from([[0] * 9, [0] * 8, [0, 1] * 5])
+STEMS = ([0] * 9, [0] * 8, [0, 1] * 5, [0] * 4 + [1] * 6)
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12) | st.sampled_from(STEMS)
+REQUESTS = {
+    "num_choices": st.sampled_from([1, 1, 2, 3]),
+    "max_tokens": st.sampled_from([1, 4, 12]),
+    "stop_token_ids": st.sampled_from([(), (), (1,)]),
+    "min_tokens": st.integers(0, 2),
+    "credit_tokens": st.sampled_from([0, 1, 3, 100, 100]),
+    "tenant_salt": st.sampled_from([b"", b"", b"s"]),
+}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    max_in_flight = 1
-    block_size = 2
-    num_blocks = 14
-    max_running = 5
-
-    def __init__(self):
-        super().__init__()
-        self.cache = CacheManager(
-            num_blocks=self.num_blocks, block_size_tokens=self.block_size, free_watermark=0.2, max_pinned_fraction=0.3
-        )
-        self.clock = FakeClock()
-        config = SchedulerConfig(
-            max_running=self.max_running, max_waiting=6, max_tokens_per_step=7, max_choices=3, stall_timeout_s=30.0, max_stalled=3
-        )
-        self.scheduler = Scheduler(config, self.cache, self.clock, namespace_of=namespace_of, max_model_len=24)
-        self.executor = ContentExecutor(self.num_blocks, self.block_size, self.max_running)
-        self.checker = StreamChecker(24)
-        self.in_flight = deque()
-        self.leases = []
-        self.stored = {}
-
-    # ------------------------------------------------------------------------------------------------ rules
-
-    @rule(
-        prompt=prompts,
-        num_choices=st.sampled_from([1, 1, 2, 3]),
-        max_tokens=st.integers(1, 9),
-        stop=st.sampled_from([(), (), (1,)]),
-        min_tokens=st.integers(0, 2),
-        credit=st.sampled_from([0, 1, 3, 100]),
-        salt=st.sampled_from([b"", b"", b"s"]),
+    @initialize(
+        max_in_flight=st.integers(1, 2), shape=st.sampled_from([(14, 2), (9, 2), (8, 4), (6, 4)]), budget=st.sampled_from([2, 7, 30])
     )
-    def submit(self, prompt, num_choices, max_tokens, stop, min_tokens, credit, salt):
-        self.checker.submit(
-            self.scheduler,
-            prompt,
-            num_choices=num_choices,
-            max_tokens=max_tokens,
-            stop_token_ids=stop,
-            min_tokens=min_tokens,
-            credit_tokens=credit,
-            tenant_salt=salt,
-        )
+    def begin(self, max_in_flight, shape, budget):
+        num_blocks, block_size = shape
+        self.sim = Simulation(num_blocks=num_blocks, block_size=block_size, max_in_flight=max_in_flight, max_tokens_per_step=budget)
+
+    @rule(prompt=prompts, **REQUESTS)
+    def submit(self, prompt, **options):
+        self.sim.submit(prompt, **options)
+
+    @rule(stem=st.sampled_from(STEMS), tails=st.lists(st.sampled_from([[], [0], [1, 1, 1]]), min_size=2, max_size=5))
+    def burst(self, stem, tails):
+        for tail in tails:
+            self.sim.submit(stem + tail, max_tokens=8, num_choices=len(tail) or 1)
+        self.sim.submit_step()
 
     @rule(prompt=prompts, background=st.booleans())
     def submit_internal(self, prompt, background):
-        self.checker.submit(self.scheduler, prompt, internal=True, background=background, max_tokens=1, credit_tokens=1)
+        self.sim.submit(prompt, internal=True, background=background, max_tokens=1, credit_tokens=1)
 
-    @precondition(lambda self: self.checker.open())
-    @rule(data=st.data())
-    def abort(self, data):
-        self.checker.take(self.scheduler.abort(data.draw(st.sampled_from(self.checker.open()))))
-
-    @precondition(lambda self: self.checker.open())
-    @rule(data=st.data(), num_tokens=st.sampled_from([1, 2, 50]))
-    def grant(self, data, num_tokens):
-        self.checker.take(self.scheduler.grant(data.draw(st.sampled_from(self.checker.open())), num_tokens))
-
-    @precondition(lambda self: self.checker.open())
-    @rule(data=st.data(), choice=st.integers(0, 2))
-    def finish_choice(self, data, choice):
-        request_id = data.draw(st.sampled_from(self.checker.open()))
-        self.checker.requests[request_id].cut.add(choice)
-        self.checker.take(self.scheduler.finish_choice(request_id, choice))
+    @precondition(lambda self: self.sim.checker.open())
+    @rule(index=st.integers(0, 3), what=st.sampled_from(["abort", "grant", "finish"]), number=st.integers(0, 3))
+    def command(self, index, what, number):
+        ids = self.sim.checker.open()
+        request_id = ids[index % len(ids)]
+        if what == "abort":
+            self.sim.abort(request_id)
+        elif what == "grant":
+            self.sim.grant(request_id, 1 + number**3)
+        else:
+            self.sim.finish_choice(request_id, number)
 
     @rule(count=st.integers(1, 6))
     def rounds(self, count):
         for _ in range(count):
-            self.round()
+            self.sim.round()
 
     @rule()
     def submit_step(self):
-        if len(self.in_flight) < self.max_in_flight:
-            step = self.scheduler.schedule()
-            if step is not None:
-                self.in_flight.append((step, self.executor.execute(step)))
+        self.sim.submit_step()
 
-    @precondition(lambda self: self.in_flight)
     @rule()
     def collect(self):
-        self.checker.take(self.scheduler.update(*self.in_flight.popleft()))
+        self.sim.collect()
 
     @rule(index=st.integers(0, 4))
-    def let_a_row_fail(self, index):
-        self.executor.fail_row = lambda rows: rows[index] if index < len(rows) else None
+    def fail_a_row(self, index):
+        self.sim.executor.fail_row = lambda rows: rows[index] if index < len(rows) else None
+        self.sim.submit_step()
 
     @rule(seconds=st.sampled_from([1.0, 31.0]))
     def time_passes(self, seconds):
-        self.clock.now_s += seconds
-        self.checker.take(self.scheduler.expire())
-        assert self.scheduler.num_stalled <= 3
+        self.sim.wait_s(seconds)
 
-    @rule(name=st.sampled_from(["a", "b"]), prompt=prompts)
-    def pin(self, name, prompt):
-        with contextlib.suppress(PinCapacityError, PinNotReadyError, PinTooShortError):
-            self.cache.pin(name, pack_tokens(prompt), namespace_of(b"", b""))
-
-    @rule(name=st.sampled_from(["a", "b"]))
-    def unpin(self, name):
-        self.cache.unpin(name)
-
-    @precondition(lambda self: self.stored)
-    @rule(data=st.data())
-    def lease(self, data):
-        block_hash = data.draw(st.sampled_from(sorted(self.stored)))
-        block, content = self.stored[block_hash]
-        assert self.cache.lease(block, block_hash)
-        self.leases.append((block, content))
-
-    @precondition(lambda self: self.leases)
-    @rule()
-    def end_lease(self):
-        self.cache.end_lease(self.leases.pop(0)[0])
-
-    @rule(max_blocks=st.integers(1, 4))
-    def evict(self, max_blocks):
-        self.cache.evict_to_watermark(max_blocks)
-
-    def round(self):
-        step = self.scheduler.schedule() if len(self.in_flight) < self.max_in_flight else None
-        if step is not None:
-            assert step.started or step.continued.rows
-            self.in_flight.append((step, self.executor.execute(step)))
-        if self.in_flight and (step is None or len(self.in_flight) >= self.max_in_flight):
-            self.checker.take(self.scheduler.update(*self.in_flight.popleft()))
-        self.checker.take(self.scheduler.expire())
-
-    # ------------------------------------------------------------------------------------------ invariants
+    @rule(name=st.sampled_from(["a", "b"]), prompt=prompts, number=st.integers(0, 5))
+    def cache_owner(self, name, prompt, number):
+        hashes = sorted(self.sim.stored)
+        if number == 0:
+            self.sim.pin(name, prompt)
+        elif number == 1:
+            self.sim.cache.unpin(name)
+        elif number == 2 and hashes:
+            self.sim.lease(hashes[len(prompt) % len(hashes)])
+        elif number == 3:
+            self.sim.end_lease()
+        else:
+            self.sim.cache.evict_to_watermark(number)
 
     @invariant()
     def everything_adds_up(self):
-        self.scheduler.check_invariants()
-        for event in self.cache.take_events():
-            if isinstance(event, BlockStored):
-                self.stored[event.block_hash] = (event.block_id, list(self.executor.pool[event.block_id]))
-                assert b"nan" not in self.executor.pool[event.block_id], "a failed row's block entered the tree"
-            elif isinstance(event, BlockRemoved):
-                assert self.stored.pop(event.block_hash)[0] == event.block_id
-        for block, content in self.stored.values():
-            assert self.executor.pool[block] == content, "a block in the tree was written"
-        assert self.executor.largest_step <= 7
+        if hasattr(self, "sim"):
+            self.sim.check()
 
     def teardown(self):
-        for block, _ in self.leases:
-            self.cache.end_lease(block)
-        for request_id in self.checker.open():
-            self.checker.take(self.scheduler.grant(request_id, 1000))
-        for _ in range(1000):
-            if not self.scheduler.has_work():
-                break
-            self.round()
-        assert not self.checker.open(), "a request hangs"
-        while self.in_flight:
-            self.round()
-        self.scheduler.check_invariants()
-        assert self.cache.num_used == 0
-        assert self.cache.num_free + self.cache.num_cached == self.num_blocks
+        if hasattr(self, "sim"):
+            self.sim.finish_all()
 
 
-class TwoStepsInFlight(SchedulerMachine):
-    max_in_flight = 2
+CONFIG = settings(max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+FULL = settings(CONFIG, max_examples=5000, stateful_step_count=80)
 
 
-class FewBlocks(SchedulerMachine):
-    """Preemption all the time."""
-
-    num_blocks = 9
-    max_in_flight = 2
-
-
-class LargeBlocks(SchedulerMachine):
-    block_size = 4
-    num_blocks = 8
-
-
-MACHINES = [SchedulerMachine, TwoStepsInFlight, FewBlocks, LargeBlocks]
-CONFIG = settings(max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
-FULL = settings(CONFIG, max_examples=2000, stateful_step_count=80)
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-def test_scheduler_machine(machine):
-    run_state_machine_as_test(machine, settings=CONFIG)
+def test_scheduler_machine():
+    run_state_machine_as_test(SchedulerMachine, settings=CONFIG)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("machine", MACHINES)
-def test_scheduler_machine_for_long(machine):
-    run_state_machine_as_test(machine, settings=FULL)
+@pytest.mark.timeout(3600)
+def test_scheduler_machine_for_long():
+    run_state_machine_as_test(SchedulerMachine, settings=FULL)
+
+
+def soak(seed, num_operations):
+    """Random traffic, heavier and longer than hypothesis likes it."""
+    draw = random.Random(seed)
+    num_blocks, block_size = draw.choice([(14, 2), (10, 2), (8, 4), (20, 2), (30, 2)])
+    sim = Simulation(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_in_flight=draw.choice([1, 2]),
+        max_tokens_per_step=draw.choice([3, 7, 30]),
+        max_running=draw.choice([3, 6, 10]),
+    )
+    for _ in range(num_operations):
+        chance = draw.random()
+        ids = sim.checker.open()
+        if chance < 0.22 and len(ids) < 8:
+            stem = draw.choice(STEMS)
+            prompt = stem[: draw.randint(1, len(stem))] + [draw.randint(0, 1) for _ in range(draw.randint(0, 3))]
+            sim.submit(
+                prompt,
+                num_choices=draw.choice([1, 1, 1, 2, 3]),
+                max_tokens=draw.randint(1, 12),
+                credit_tokens=draw.choice([2, 6, 100, 100]),
+                stop_token_ids=draw.choice([(), (), (1,)]),
+                min_tokens=draw.randint(0, 3),
+                tenant_salt=draw.choice([b"", b"", b"s"]),
+            )
+        elif chance < 0.31 and len(ids) < 6:  # several want one prefix, and its owner may go while it fills
+            stem = draw.choice(STEMS)
+            burst = [sim.submit(stem + [0] * tail, max_tokens=4) for tail in range(draw.randint(2, 4))]
+            sim.submit_step()
+            if draw.random() < 0.6:
+                sim.abort(burst[0])
+        elif chance < 0.33 and ids:
+            sim.abort(draw.choice(ids))
+        elif chance < 0.36 and ids:
+            sim.finish_choice(draw.choice(ids), draw.randint(0, 2))
+        elif chance < 0.45 and ids:
+            sim.grant(draw.choice(ids), draw.choice([1, 4, 20]))
+        elif chance < 0.47:
+            sim.executor.fail_row = draw.choice
+        elif chance < 0.49:
+            sim.wait_s(draw.choice([1.0, 20.0]))
+        elif chance < 0.52 and sim.stored:
+            sim.lease(draw.choice(sorted(sim.stored)))
+        elif chance < 0.56:
+            sim.end_lease()
+        elif chance < 0.58:
+            sim.pin(draw.choice("ab"), draw.choice(STEMS))
+        elif chance < 0.6:
+            sim.cache.unpin(draw.choice("ab"))
+        elif chance < 0.64:
+            sim.cache.evict_to_watermark(draw.randint(1, 3))
+        elif chance < 0.7:
+            sim.submit_step()
+        elif chance < 0.76:
+            sim.collect()
+        else:
+            sim.round()
+        sim.check()
+    sim.finish_all()
+    return sim.ends(), Counter({key: value for key, value in sim.scheduler.stats().items() if isinstance(value, int)})
+
+
+def soak_all(seeds, num_operations):
+    ends, stats = Counter(), Counter()
+    for seed in seeds:
+        some_ends, some_stats = soak(seed, num_operations)
+        ends += some_ends
+        stats += some_stats
+    for code in ("done", "nonfinite_logits", "client_too_slow", "kv_capacity"):
+        assert ends[code] > 0, f"the soak never saw {code}"
+    assert stats["preemptions"] > 0
+    assert stats["replanned"] > 0
+
+
+def test_soak():
+    soak_all(range(12), 300)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_soak_for_long():
+    soak_all(range(1000, 1400), 600)
