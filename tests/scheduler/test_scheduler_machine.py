@@ -146,8 +146,10 @@ def soak(seed, num_operations):
         elif chance < 0.31 and len(ids) < 6:  # several want one prefix, and its owner may go while it fills
             stem = draw.choice(STEMS)
             burst = [sim.submit(stem + [0] * tail, max_tokens=4) for tail in range(draw.randint(2, 4))]
+            if draw.random() < 0.5:
+                sim.executor.fail_row = lambda rows: rows[0]
             sim.submit_step()
-            if draw.random() < 0.6:
+            if draw.random() < 0.5:
                 sim.abort(burst[0])
         elif chance < 0.33 and ids:
             sim.abort(draw.choice(ids))
