@@ -418,6 +418,18 @@ def test_duplicate_of_a_request_sent_once_is_a_redelivery_and_means_nothing() ->
     assert isinstance(deliveries[0], Completion)
 
 
+def test_duplicate_from_a_new_daemon_is_a_redelivery_too() -> None:
+    bench = Bench()
+    bench.connect()
+    call, deliveries = bench.generate()
+    bench.lose()
+    bench.connect(TWO)
+    bench.receive(Failed(request_id=call.key, code=Code.DUPLICATE, message="the socket had kept it"))
+    assert bench.sent() == []
+    bench.receive(finished(call.key, 0))
+    assert isinstance(deliveries[0], Completion)
+
+
 def test_the_same_daemon_again_gets_an_abort_and_the_request_under_a_new_id() -> None:
     """It may have finished it into the void, or go on with it in the middle."""
     bench = Bench()
