@@ -38,6 +38,7 @@ class ScriptedDaemon:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 500
+        self._socket.sndhwm = 0  # a ROUTER drops beyond it without a word
         for name, value in socket_options.items():
             self._socket.setsockopt(getattr(zmq, name), value)
         self._socket.bind(endpoint)
