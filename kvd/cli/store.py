@@ -1,9 +1,11 @@
-"""``kvd store check`` and ``kvd store dump``: look at a state directory while no daemon uses it."""
+"""``kvd store check`` and ``kvd store dump``: look into a state directory."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -18,23 +20,26 @@ _state_dir_option = click.option(
 
 @click.group()
 def group() -> None:
-    """Check or dump a state directory that no daemon uses at the moment."""
+    """Check or dump a state directory."""
 
 
 @group.command("check")
 @_state_dir_option
-@click.option("--repair", is_flag=True, help="Set damaged parts aside, as a daemon's start would.")
+@click.option("--repair", is_flag=True, help="Do what a start would do and remove what fails its checks; not beside a live daemon.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check_command(state_dir: Path | None, repair: bool, as_json: bool) -> int:
-    """Read every record, node and block and verify all checksums. Exit code 65 if there is damage."""
-    from kvd.storage.tools import check_store
+    """Read every record, node and block and verify all checksums. Exit code 65 if there is damage.
 
-    _quiet_logs()
-    report = check_store(_existing(state_dir), repair=repair)
+    Without --repair nothing is written, also beside a live daemon. With it the report is that of the repaired directory.
+    """
+    with _storage_errors():
+        from kvd.storage.tools import check_store
+
+        report = check_store(_existing(state_dir), repair=repair)
     if as_json:
         print_json(report)
     else:
-        print_facts([(name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)) for name, value in report.items()])
+        print_facts([(name, _shown(value)) for name, value in report.items()])
     return Exit.OK if report["ok"] else Exit.DATA
 
 
@@ -42,11 +47,11 @@ def check_command(state_dir: Path | None, repair: bool, as_json: bool) -> int:
 @_state_dir_option
 def dump_command(state_dir: Path | None) -> None:
     """Print what is kept, one JSON object a line: recipes, WAL records, nodes and blocks (without their bytes)."""
-    from kvd.storage.tools import dump_store
+    with _storage_errors():
+        from kvd.storage.tools import dump_store
 
-    _quiet_logs()
-    for entry in dump_store(_existing(state_dir)):
-        print_json(entry)
+        for entry in dump_store(_existing(state_dir)):
+            print_json(entry)
 
 
 def _existing(state_dir: Path | None) -> Path:
@@ -55,13 +60,37 @@ def _existing(state_dir: Path | None) -> Path:
     Raises:
         CommandError: it does not exist.
     """
-    path = state_dir or settings.load({}, environ=os.environ).config.storage.state_dir
+    path = state_dir or settings.load({}).config.storage.state_dir
     if not path.is_dir():
         raise CommandError(f"there is no state directory {path}", Exit.NO_INPUT)
     return path
 
 
-def _quiet_logs() -> None:
+@contextmanager
+def _storage_errors() -> Iterator[None]:
+    """Quiet logs, and the storage room's errors as exit codes."""
     from kvd.observe import logging
+    from kvd.storage.errors import StateLockedError, StorageError
+    from kvd.wal.record import WalFormatError
 
     logging.configure(level="warning")
+    try:
+        yield
+    except StateLockedError as error:
+        raise CommandError(str(error), Exit.TEMPORARY) from error
+    except (StorageError, WalFormatError) as error:
+        raise CommandError(str(error), Exit.DATA) from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise CommandError(f"{error.filename or 'the state directory'}: {error.strerror or error}", Exit.IO) from error
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return "; ".join(map(_shown, value)) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(part)}" for name, part in value.items())
+    return str(value)

@@ -6,7 +6,6 @@ import io
 import json
 import sys
 import types
-from pathlib import Path
 
 import pytest
 from kvd_client.errors import ConnectionLost, KvdError, Timeout
@@ -521,29 +520,3 @@ def test_print_config_needs_no_model_and_starts_nothing(daemon, capsys):
 def test_a_wrong_value_exits_78(daemon, capsys):
     assert app.main(["serve", "--max-running", "0"]) == Exit.CONFIG
     assert "flag --max-running" in capsys.readouterr().err
-
-
-def test_store_check_without_a_state_directory(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "kvd.storage.tools", types.SimpleNamespace(check_store=None, dump_store=None))
-    assert app.main(["store", "check", "--state-dir", str(tmp_path / "none")]) == Exit.NO_INPUT
-    assert "none" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("ok", [True, False])
-def test_store_check_and_dump(monkeypatch, tmp_path, capsys, ok):
-    seen = []
-
-    def check_store(state_dir: Path, *, repair: bool):
-        seen.append((state_dir, repair))
-        return {"ok": ok, "problems": [] if ok else ["block 3: checksum"], "blocks": 4}
-
-    tools = types.SimpleNamespace(
-        check_store=check_store, dump_store=lambda _: iter([{"kind": "node", "hash": b"\xab"}, {"kind": "block"}])
-    )
-    monkeypatch.setitem(sys.modules, "kvd.storage.tools", tools)
-    monkeypatch.setattr("kvd.observe.logging.configure", lambda **_: None)
-    assert app.main(["store", "check", "--state-dir", str(tmp_path), "--repair", "--json"]) == (0 if ok else Exit.DATA)
-    assert only_object(capsys.readouterr().out)["ok"] is ok
-    assert seen == [(tmp_path, True)]
-    assert app.main(["store", "dump", "--state-dir", str(tmp_path)]) == 0
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [{"kind": "node", "hash": "ab"}, {"kind": "block"}]
