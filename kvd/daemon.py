@@ -28,19 +28,23 @@ from kvd.engine.loop import EngineLoop, LoopEnd, StartWork, State
 from kvd.engine.pins import Pins
 from kvd.engine.reports import Reports, StartFacts, starting_report
 from kvd.executor.fake import FakeRunner
+from kvd.executor.models.spec import ModelError
 from kvd.executor.worker import ExecutorThread, Runner
 from kvd.frontend import Frontend, start_frontend
 from kvd.observe.notify import Notifier
 from kvd.observe.progress import Progress
 from kvd.scheduler.scheduler import Scheduler
+from kvd.storage.errors import RecipesUnreadableError, StateLockedError, UnknownFormatError
 from kvd.storage.persistence import Storage
+from kvd.text.errors import TextError
 from kvd.text.model import TextModel, load_text_model
+from kvd.transport.errors import EndpointError
 from kvd.transport.inproc import InprocInbox, InprocOutbox
+from kvd.types import pack_tokens
 
 EXIT_OK = 0
 EXIT_SOFTWARE = 70
 EXIT_TEMPORARY = 75
-EXIT_CONFIG = 78
 
 _FAKE_MODEL_LEN = 8192
 _FAKE_POOL_BYTES = 64 << 20
@@ -113,8 +117,18 @@ class _Manager:
 
 
 def run(config: DaemonConfig) -> int:
-    """Run the daemon on this thread until it ends; the exit code for the process (docs/operations.md, "Exit codes")."""
-    return Daemon(config).run()
+    """Run the daemon on this thread until it ends; the exit code for the process (docs/operations.md, "Exit codes").
+
+    Raises:
+        ConfigError: it must not start like this; the message says what to change.
+    """
+    try:
+        return Daemon(config).run()
+    except StateLockedError as error:
+        structlog.get_logger("daemon").error("state_locked", error=str(error))
+        return EXIT_TEMPORARY
+    except (UnknownFormatError, RecipesUnreadableError, EndpointError, ModelError, TextError) as error:
+        raise ConfigError(str(error)) from error
 
 
 class Daemon:
@@ -181,6 +195,7 @@ class Daemon:
             instance=self._instance,
             observe=config.observe,
             on_failure=self._on_frontend_failure,
+            drain_timeout_s=config.engine.drain_timeout_s,
         )
         self._log.info("listening", endpoints=list(frontend.endpoints), pid=os.getpid(), state="starting")
         self._manager.progress("starting")
@@ -353,9 +368,6 @@ class Daemon:
         return current
 
     def _render(self, recipe: Recipe, text: TextModel) -> bytes | None:
-        from kvd.text.model import TextError
-        from kvd.types import pack_tokens
-
         try:
             if recipe.messages is not None:
                 return pack_tokens(

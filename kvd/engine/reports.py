@@ -108,7 +108,11 @@ class Reports:
 
     def prefixes(self) -> dict[str, Any]:
         """The pins, and the prefixes with the most uses."""
-        return {"pins": self._pins.report(), "hottest": [info.as_dict() for info in self._cache.hottest(_HOTTEST)]}
+        hottest = [
+            {"tokens": info.num_tokens, "uses": info.uses, "age_ticks": info.age_ticks, "pinned": info.is_pinned}
+            for info in self._cache.hottest(_HOTTEST)
+        ]
+        return {"pins": self._pins.report(), "hottest": hottest}
 
     def sample(self) -> None:
         """Remember the counters for the rates; cheap, called about once a second and before each report."""

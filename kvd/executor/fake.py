@@ -123,7 +123,9 @@ class FakeRunner:
             state = self._live(row)
             state.block_ids.extend(continued.block_ids[continued.block_offsets[index] : continued.block_offsets[index + 1]])
             work.append((row, state, num_tokens))
-        for _, state, num_tokens in work:  # all writes, then all reads: as in a layer of the real model
+        # A row may follow positions that another row computes in this very step. These lie before its own, so that going by position
+        # writes them first, as a layer of the real model writes all rows before it reads any.
+        for _, state, num_tokens in sorted(work, key=lambda item: item[1].num_computed):
             self._compute(state, num_tokens)
         output = self._sample(step.step, work)
         if (rest_s := self._step_s - (time.monotonic() - began_s)) > 0:
