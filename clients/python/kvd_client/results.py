@@ -104,7 +104,7 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
         OverflowError: an id is negative or does not fit in 32 bits.
         TypeError: an id is no integer.
     """
-    packed = array("I", token_ids)
+    packed = array("I", iter(token_ids))  # of bytes, which are ints too, array would take the memory
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
