@@ -64,6 +64,11 @@ class PrefixTree:
         self._roots: dict[Namespace, Node] = {}
         self._serial = 0
 
+    def __del__(self) -> None:
+        """Cut the paths, for a long one would be freed by recursion from its leaf to its root, deeper than the C stack."""
+        for node in self._index.values():
+            node.parent = None
+
     def __len__(self) -> int:
         return len(self._index)
 
