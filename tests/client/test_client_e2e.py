@@ -83,7 +83,7 @@ def test_asyncio_calls_survive_a_restart_in_good_order(tmp_path: Path) -> None:
             await client.wait_ready()
             tasks = [asyncio.create_task(client.generate(f"task {i}", max_tokens=40, seed=i)) for i in range(20)]
             while not (await client.status())["requests"]["running"]:
-                await asyncio.sleep(0.01)
+                pass
             await client.drain(0.2)
             late = asyncio.create_task(client.generate("late", max_tokens=5))
             assert await asyncio.to_thread(daemon.wait_dead) == 0

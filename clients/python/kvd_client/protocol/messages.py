@@ -24,7 +24,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_
 # ------------------------------------------------------------------------------------------- client to daemon
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, frozen=True, tag="hello"):
     """Opens a conversation (and again after each reconnect). No body."""
 
     protocol: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX)
@@ -46,7 +46,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """None: none. 0: of the sampled token. k: of the k most likely besides (at most 20)."""
 
 
-class Generate(Message, tag="generate"):
+class Generate(Message, frozen=True, tag="generate"):
     """Begin a request. Body: one frame, by ``input``.
 
     ``text``: UTF-8, tokenised as it is (with the model's begin-of-sequence token where it has one). ``ids``: packed u32. ``messages``: a msgpack
@@ -72,20 +72,20 @@ class Generate(Message, tag="generate"):
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class Abort(Message, tag="abort"):
+class Abort(Message, frozen=True, tag="abort"):
     """End a request; answered by ``finished`` with reason ``aborted``. No body."""
 
     request_id: bytes
 
 
-class Credit(Message, tag="credit"):
+class Credit(Message, frozen=True, tag="credit"):
     """Take ``num_tokens`` further tokens of a request. No body."""
 
     request_id: bytes
     num_tokens: int
 
 
-class Pin(Message, tag="pin"):
+class Pin(Message, frozen=True, tag="pin"):
     """Compute, keep and persist a prefix under a name. Body as for ``generate``.
 
     For ``messages`` the prefix is what two renderings with different user turns after these messages share.
@@ -99,18 +99,18 @@ class Pin(Message, tag="pin"):
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class Unpin(Message, tag="unpin"):
+class Unpin(Message, frozen=True, tag="unpin"):
     op_id: bytes
     name: str
 
 
-class Prefixes(Message, tag="prefixes"):
+class Prefixes(Message, frozen=True, tag="prefixes"):
     """List the pins and the hottest prefixes. Answered by ``result``."""
 
     op_id: bytes
 
 
-class Tokenize(Message, tag="tokenize"):
+class Tokenize(Message, frozen=True, tag="tokenize"):
     """Body as for ``generate`` with ``text`` or ``messages``. Answered by ``result`` {count}; its body: packed u32 ids."""
 
     op_id: bytes
@@ -118,32 +118,32 @@ class Tokenize(Message, tag="tokenize"):
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class Status(Message, tag="status"):
+class Status(Message, frozen=True, tag="status"):
     """Answered by ``result`` in every state of the daemon."""
 
     op_id: bytes
 
 
-class Stats(Message, tag="stats"):
+class Stats(Message, frozen=True, tag="stats"):
     """Answered by ``result`` in every state of the daemon."""
 
     op_id: bytes
 
 
-class Checkpoint(Message, tag="checkpoint"):
+class Checkpoint(Message, frozen=True, tag="checkpoint"):
     """Persist every hot block; answered by ``result`` {blocks, bytes} when that is durable."""
 
     op_id: bytes
 
 
-class Drain(Message, tag="drain"):
+class Drain(Message, frozen=True, tag="drain"):
     """Stop the daemon gracefully: answered by ``result`` when it has stopped accepting; it exits when the running requests are over."""
 
     op_id: bytes
     timeout_s: float | None = None
 
 
-class Ping(Message, tag="ping"):
+class Ping(Message, frozen=True, tag="ping"):
     """Answered by ``pong`` in every state. Sent as heartbeat too."""
 
     nonce: int = 0
@@ -164,7 +164,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     default_credit: int
 
 
-class HelloReply(Message, tag="hello_reply"):
+class HelloReply(Message, frozen=True, tag="hello_reply"):
     """``instance`` is drawn at each start of the daemon: another one means a restart. Model facts are empty until they are known."""
 
     instance: bytes
@@ -183,7 +183,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Tokens(Message, tag="tokens"):
+class Tokens(Message, frozen=True, tag="tokens"):
     """Tokens of one choice. Body: the ids as packed u32, then, where text was asked for, a UTF-8 frame of the text that became final with
     them (which may lag behind the ids by an unfinished character or a possible stop string)."""
 
@@ -222,7 +222,7 @@ class ChoiceEnd(msgspec.Struct, frozen=True, kw_only=True):
     text_tail: str = ""
 
 
-class Finished(Message, tag="finished"):
+class Finished(Message, frozen=True, tag="finished"):
     """The one terminal message of a request that did not fail. ``finish_reason`` of a choice: ``stop``, ``length`` or ``aborted``. No body."""
 
     request_id: bytes
@@ -232,7 +232,7 @@ class Finished(Message, tag="finished"):
     seed: int = 0
 
 
-class Failed(Message, tag="failed"):
+class Failed(Message, frozen=True, tag="failed"):
     """The one terminal message of a request (``request_id``) or operation (``op_id``) that failed; both empty where the message could not be
     read that far."""
 
@@ -244,13 +244,13 @@ class Failed(Message, tag="failed"):
     retry_after_s: float = 0.0
 
 
-class Result(Message, tag="result"):
+class Result(Message, frozen=True, tag="result"):
     """The answer to an operation. Body: one msgpack map (and for ``tokenize`` the packed ids)."""
 
     op_id: bytes
 
 
-class Pong(Message, tag="pong"):
+class Pong(Message, frozen=True, tag="pong"):
     nonce: int = 0
     instance: bytes = b""
     state: str = ""
