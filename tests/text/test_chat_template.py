@@ -76,7 +76,9 @@ def test_hostile_contents_stay_text(content: str, ids: dict[str, int]) -> None:
     assert plain(segments) == f"<|im_start|>user\n{content}<|im_end|>\n"
 
 
-@given(st.lists(st.sampled_from([*MULTI, "<|im_", "end|>", "<", "|", ">", "[", "]", "/s", "user", "end", " ", "\U000f0000", "x"]), max_size=8))
+@given(
+    st.lists(st.sampled_from([*MULTI, "<|im_", "end|>", "<", "|", ">", "[", "]", "/s", "user", "end", " ", "\U000f0000", "x"]), max_size=8)
+)
 def test_no_mixture_of_pieces_becomes_special(pieces: list[str]) -> None:
     content = "".join(pieces)
     segments = render(CHATML, [{"role": "user", "content": content}], MULTI)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +20,7 @@ SENTENCEPIECE = PieceTable(
 def pushed(table: PieceTable, ids: list[int], points: list[int], prompt: list[int] | None = None) -> list[str]:
     detokenizer = IncrementalDetokenizer(table, prompt or [])
     bounds = [0, *sorted(point % (len(ids) + 1) for point in points), len(ids)]
-    pieces = [detokenizer.push(ids[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    pieces = [detokenizer.push(ids[start:stop]) for start, stop in itertools.pairwise(bounds)]
     return [*pieces, detokenizer.flush()]
 
 
@@ -65,7 +67,7 @@ def test_the_space_before_a_text_is_cut_but_not_the_one_before_a_continuation() 
 
 def test_a_character_begun_in_the_prompt_is_finished() -> None:
     emoji = list("😀".encode())
-    assert "".join(pushed(BYTES, emoji[2:] + [97], [1], prompt=[98, *emoji[:2]])) == "😀a"
+    assert "".join(pushed(BYTES, [*emoji[2:], 97], [1], prompt=[98, *emoji[:2]])) == "😀a"
 
 
 def test_special_and_unknown_ids_have_no_text() -> None:

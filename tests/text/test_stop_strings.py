@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ def reference(text: str, stops: list[str]) -> tuple[str, bool]:
 
 def cut(text: str, points: list[int]) -> list[str]:
     bounds = [0, *sorted(point % (len(text) + 1) for point in points), len(text)]
-    return [text[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [text[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -37,7 +38,10 @@ TEXTS = [
 def byte_level(*, ignore_merges: bool = False) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r"\p{N}|[^\s\p{N}]+|\s+"), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}|[^\s\p{N}]+|\s+"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
@@ -156,7 +160,7 @@ def test_pieces_equal_the_whole(pair: tuple[Tokenizer, TextModel], data: st.Data
     points = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
     detokenizer = model.detokenizer()
     bounds = [0, *points, len(ids)]
-    pieces = [detokenizer.push(ids[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    pieces = [detokenizer.push(ids[start:stop]) for start, stop in itertools.pairwise(bounds)]
     assert "".join(pieces) + detokenizer.flush() == model.decode(ids)
 
 
@@ -241,7 +245,10 @@ def test_the_digest_sees_whatever_changes_ids(tmp_path: Path, small: Tokenizer) 
         ("[]", "not a JSON object"),
         ('{"model": 3}', "damaged"),
         ('{"model": {"type": "Unigram", "vocab": []}}', "Unigram is not supported; supported: BPE"),
-        ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "decoder": {"type": "WordPiece"}}', "decoder WordPiece is not supported"),
+        (
+            '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "decoder": {"type": "WordPiece"}}',
+            "decoder WordPiece is not supported",
+        ),
         ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}, "decoder": {"type": "Fuse"}}', "tokenizer.json"),
     ],
 )
