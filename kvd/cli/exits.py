@@ -38,7 +38,7 @@ MEANINGS: Mapping[Exit, str] = MappingProxyType(
         Exit.SOFTWARE: "a fault of kvd itself; `kvd serve`: the engine failed, start it again",
         Exit.CANNOT_CREATE: "a pin does not fit under `max_pinned_fraction`",
         Exit.IO: "reading or writing failed",
-        Exit.TEMPORARY: "overloaded, interrupted by a restart, or in use by another process: the same command may succeed later",
+        Exit.TEMPORARY: "overloaded, interrupted by a restart, not over within `--timeout`, or in use by another process: the same command may succeed later",
         Exit.PROTOCOL: "client and daemon speak different protocol versions",
         Exit.NO_PERMISSION: "the operating system forbids it",
         Exit.CONFIG: "a wrong or missing configuration, such as a model that was not pulled",

@@ -36,10 +36,7 @@ def stats_command(*, target: Target, as_json: bool) -> None:
         print_json(report)
         return
     rates = report.get("rates_per_s", {})
-    rows = [
-        (name, _shown(name, value), f"{rates[key]:g}" if (key := name.rpartition(".")[2]) in rates else "-")
-        for name, value in _flat(report)
-    ]
+    rows = [(name, _shown(name, value), _rate(name, rates)) for name, value in _flat(report)]
     print_rows(("COUNTER", "VALUE", f"PER S ({report.get('rates_window_s', 0):g} s)"), rows)
 
 
@@ -80,7 +77,7 @@ def _status_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _list(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{_label(name)} {_shown(name, value)}" for name, value in values.items() if value is not None)
+    return ", ".join(f"{_label(name)} {_shown(name, value)}" for name, value in values.items() if value not in (None, ""))
 
 
 def _label(name: str) -> str:
@@ -97,6 +94,12 @@ def _shown(name: str, value: Any) -> str:
             return human_duration(value)
         return f"{value:g}" if isinstance(value, float) else str(value)
     return _list(value) if isinstance(value, Mapping) else str(value)
+
+
+def _rate(name: str, rates: Mapping[str, float]) -> str:
+    """The rate of a counter; the daemon keeps those of its scheduler and cache."""
+    part, _, counter = name.partition(".")
+    return f"{rates[counter]:g}" if part in {"scheduler", "cache"} and counter in rates else "-"
 
 
 def _flat(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

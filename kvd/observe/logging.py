@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _PRIVATE_KEYS = frozenset({"prompt", "prompts", "text", "messages", "output", "token_ids", "tokens"})
-"""Keys that hold what users wrote or the model answered. Counts are called ``num_tokens`` and the like, and pass."""
+"""Keys that hold what users wrote or the model answered. A number under such a key is a count, and passes."""
 
 
 def get_logger(room: str) -> Any:
@@ -151,7 +151,8 @@ def _room_of_logger(logger: Any, _method: str, event: MutableMapping[str, Any]) 
 
 def _redact(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     for name in _PRIVATE_KEYS & event.keys():
-        event[name] = f"<{len(event[name])} not logged>" if hasattr(event[name], "__len__") else "<not logged>"
+        if not isinstance(event[name], int | float):
+            event[name] = f"<{len(event[name])} not logged>" if hasattr(event[name], "__len__") else "<not logged>"
     return event
 
 

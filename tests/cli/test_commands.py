@@ -32,6 +32,7 @@ STATUS = {
 STATS = {
     "uptime_s": 10.0,
     "scheduler": {"prefill_tokens": 120},
+    "transport": {"prefill_tokens": 7},
     "store": {"wal_bytes": 2048},
     "rates_per_s": {"prefill_tokens": 12.5},
     "rates_window_s": 9.6,
@@ -332,6 +333,7 @@ def test_human_stats_and_prefixes(stub, capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[0][:2] == ["COUNTER", "VALUE"]
     assert ["scheduler.prefill_tokens", "120", "12.5"] in rows
+    assert ["transport.prefill_tokens", "7", "-"] in rows, "a rate belongs to the counter of its own room"
     assert ["store.wal_bytes", "2.0", "KiB", "-"] in rows
     assert app.main(["prefixes"]) == 0
     text = capsys.readouterr().out
