@@ -16,6 +16,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from kvd.text.model import ChatTemplateError, TextModel, TokenizerError, load_text_model
 
+pytestmark = pytest.mark.oracle
+
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. 0123456789 'tis don't we're\n",
     "def f(x):\n    return {'a': [1, 2.5]}  # naïve café\n",
