@@ -126,15 +126,17 @@ def _end_of(log_format: str, environ: Mapping[str, str], stream: TextIO | None) 
         journal = JournalSocket()
         return [structlog.processors.format_exc_info, _Journal(journal)], lambda *name: LineSink(journal.send, *name)
 
+    is_terminal = log_format == "console" and (stream or sys.stderr).isatty()
+    start = "\r\x1b[K" if is_terminal else ""  # over a progress bar that is being drawn
+
     def write(line: str) -> None:
         end = stream or sys.stderr  # looked up at each record: standard error may be replaced
         with contextlib.suppress(OSError, ValueError):  # a closed standard error stops no daemon
-            end.write(line + "\n")
+            end.write(f"{start}{line}\n")
             end.flush()
 
     stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
     if log_format == "console":
-        is_terminal = (stream or sys.stderr).isatty()
         console = structlog.dev.ConsoleRenderer(
             colors=is_terminal and not environ.get("NO_COLOR"), exception_formatter=structlog.dev.plain_traceback
         )

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from kvd.observe.logging import get_logger
 
 _BAR_WIDTH = 30
+_START_OF_CLEAR_LINE = "\r\x1b[K"
 
 
 class Progress:
@@ -37,12 +38,15 @@ class Progress:
         if not self._is_bar:
             self._log(self._label, done=done, total=total, percent=mark * 10)
             return
-        filled = mark * _BAR_WIDTH // num_marks
-        self._stream.write(f"\r{self._label} [{'#' * filled}{'-' * (_BAR_WIDTH - filled)}] {mark:3d} %")
-        self._stream.flush()
+        self._draw("")
 
     def close(self) -> None:
-        """Leave the line of the bar."""
+        """Leave the bar on a line of its own; another one, drawn meanwhile by another thread, goes on below."""
         if self._is_bar and self._last >= 0:
-            self._stream.write("\n")
-            self._stream.flush()
+            self._draw("\n")
+
+    def _draw(self, end: str) -> None:
+        filled = self._last * _BAR_WIDTH // 100
+        bar = f"{self._label} [{'#' * filled}{'-' * (_BAR_WIDTH - filled)}] {self._last:3d} %"
+        self._stream.write(f"{_START_OF_CLEAR_LINE}{bar}{end}")
+        self._stream.flush()

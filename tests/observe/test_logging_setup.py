@@ -209,3 +209,15 @@ def test_the_whole_pipeline_into_the_journal(journald, monkeypatch):
     assert fields["PRIORITY"] == "6"
     assert "secret" not in "".join(fields.values())
     journal.close()
+
+
+def test_on_a_terminal_a_record_overwrites_the_bar_under_way():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    kvd_logging.configure(log_format="auto", environ={"NO_COLOR": "1"}, stream=stream)
+    kvd_logging.get_logger("daemon").info("ready")
+    assert stream.getvalue().startswith("\r\x1b[K")
+    assert stream.getvalue().count("\x1b") == 1, "NO_COLOR is respected"

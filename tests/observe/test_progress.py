@@ -31,9 +31,22 @@ def test_on_a_terminal_one_line_that_is_redrawn():
     progress.update(1, 4)
     progress.update(4, 4)
     progress.close()
-    drawn = terminal.getvalue().split("\r")
-    assert [line[-5:] for line in drawn[1:-1]] == ["  0 %", " 25 %"]
-    assert drawn[-1] == f"rehydrating [{'#' * 30}] 100 %\n"
+    drawn = terminal.getvalue().split("\r\x1b[K")
+    full = f"rehydrating [{'#' * 30}] 100 %"
+    assert [line[-5:] for line in drawn[1:3]] == ["  0 %", " 25 %"]
+    assert drawn[3:] == [full, f"{full}\n"]
+
+
+def test_two_bars_at_once_end_on_lines_of_their_own():
+    terminal = Terminal()
+    first, second = Progress("a", stream=terminal), Progress("b", stream=terminal)
+    first.update(1, 2)
+    second.update(1, 2)
+    first.close()
+    second.update(2, 2)
+    second.close()
+    lines = [line.rpartition("\r\x1b[K")[2] for line in terminal.getvalue().split("\n")]
+    assert [line[:1] + line[-5:] for line in lines if line] == ["a 50 %", "b100 %"]
 
 
 def test_nothing_to_do_is_complete():
