@@ -25,3 +25,7 @@ class StoreDamagedError(StorageError):
 
 class StoreFullError(StorageError):
     """The disk or the map is full. The generation is as of its last commit; nothing is wrong with it."""
+
+
+class StoreMapFullError(StoreFullError):
+    """The map, that is the store's own budget, is full; the disk is not."""

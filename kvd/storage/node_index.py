@@ -22,12 +22,16 @@ _NO_BLOCK = BlockId(-1)
 
 
 class IndexNode:
-    """One block. ``block_id`` is -1 unless it is ready in memory; ``stored_bytes`` is 0 unless its bytes are on disk."""
+    """One block. ``block_id`` is -1 unless it is ready in memory; ``stored_bytes`` is 0 unless its bytes are on disk.
+
+    ``is_suspect``: a block above it was found bad at this start, so that its own bytes were not looked at; they are written anew when there are new ones.
+    """
 
     __slots__ = (
         "block_hash",
         "block_id",
         "depth",
+        "is_suspect",
         "last_use_unix_s",
         "num_children",
         "num_pins",
@@ -54,6 +58,7 @@ class IndexNode:
         self.num_children = 0
         self.num_pins = 0
         self.queued = False
+        self.is_suspect = False
 
     @property
     def is_resident(self) -> bool:

@@ -328,8 +328,17 @@ class Storage:
         )
 
     def mark_ready(self) -> None:
-        """READY: unless the process dies within a minute, this start counts as good."""
-        self._stable_timer = threading.Timer(STABLE_AFTER_S, self._guard.clear)
+        """READY: unless the process dies within a minute, or before it has served a request, this start counts as good."""
+        self._count_as_good_in(STABLE_AFTER_S)
+
+    def mark_served(self) -> None:
+        """A client's request was finished: this start counts as good from now on."""
+        self._count_as_good_in(0.0)
+
+    def _count_as_good_in(self, delay_s: float) -> None:
+        if self._stable_timer is not None:
+            self._stable_timer.cancel()
+        self._stable_timer = threading.Timer(delay_s, self._guard.clear)  # its fsync is not for the engine thread
         self._stable_timer.daemon = True
         self._stable_timer.start()
 

@@ -29,6 +29,7 @@ MAX_WAITING_EVENTS = 65536
 
 _HOT_USES = 2
 _EXPIRE_FRACTION = 0.02
+_FULL_EXPIRE_FRACTION = 0.1
 _WAKE_S = 0.25
 
 
@@ -239,6 +240,9 @@ class Planner:
                 self._logged_roots.add(root)
         elif event.origin is BlockOrigin.COMPUTED:
             node.uses += 1
+        if node.is_suspect and event.origin is not BlockOrigin.RESTORED:
+            node.is_suspect = False
+            index.drop_bytes(node)
         node.block_id = event.block_id
         node.origin = event.origin.value
         self._touch(node)
@@ -321,6 +325,8 @@ class Planner:
         if result.generation_lost:
             self._index.forget_stored()
             self._logged_roots.clear()
+        else:  # full: free pages let the file go on without growing
+            self.num_expired_bytes += self._index.expire_bytes(int(self._index.stored_bytes * _FULL_EXPIRE_FRACTION))
 
     def _become_degraded(self, reason: str) -> None:
         self.num_degradations += 1

@@ -150,11 +150,11 @@ class Rehydration:
 
     def _begin(self, chain: Sequence[IndexNode]) -> bool:
         """Make filling nodes for what of ``chain`` is not there; False if the pool has no room."""
-        usable = []
-        for node in chain:
-            if node.block_hash in self._unusable:
-                break
-            usable.append(node)
+        num_usable = next((index for index, node in enumerate(chain) if node.block_hash in self._unusable), len(chain))
+        usable = chain[:num_usable]
+        for node in chain[num_usable:]:
+            self._unusable.add(node.block_hash)
+            node.is_suspect = True
         if not usable:
             return True
         namespace = self._index.namespaces[usable[0].root]
@@ -198,6 +198,7 @@ class Rehydration:
         node = load.node
         if node.parent is not None and node.parent.block_hash in self._unusable:
             self._unusable.add(node.block_hash)  # it left the tree with its parent
+            node.is_suspect = True
             return False
         try:
             for group in self._groups:
@@ -243,10 +244,14 @@ class Rehydration:
 
 
 def recompute_candidates(index: NodeIndex, in_memory: set[BlockHash], max_blocks: int) -> list[list[IndexNode]]:
-    """Chains that were used twice or more and whose last block has no bytes on disk, the most valuable first; only the longest of each branch."""
+    """Chains that were used twice or more and have a block without bytes, the most valuable first; only the longest of each branch."""
     hot = [node for node in index.nodes.values() if node.uses >= 2]
     inner = {node.parent.block_hash for node in hot if node.parent is not None}
-    ends = [node for node in hot if node.block_hash not in inner and not node.stored_bytes and node.block_hash not in in_memory]
+    restorable: set[BlockHash] = set()
+    for node in sorted(index.nodes.values(), key=lambda each: each.depth):
+        if node.stored_bytes and not node.is_suspect and (node.parent is None or node.parent.block_hash in restorable):
+            restorable.add(node.block_hash)
+    ends = [node for node in hot if node.block_hash not in inner and node.block_hash not in restorable]
     chains: list[list[IndexNode]] = []
     counted = set(in_memory)
     for node in sorted(ends, key=lambda each: (index.value(each), each.last_use_unix_s), reverse=True):

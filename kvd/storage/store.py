@@ -19,7 +19,7 @@ import lmdb.verify
 
 from kvd.observe.failpoints import declare, failpoint
 from kvd.storage import schema
-from kvd.storage.errors import StoreDamagedError, StoreFullError, UnknownFormatError
+from kvd.storage.errors import StoreDamagedError, StoreFullError, StoreMapFullError, UnknownFormatError
 from kvd.storage.schema import BadRowError, NodeRow, StoreMeta
 from kvd.types import BlockHash
 
@@ -30,6 +30,7 @@ _META_PAGE = struct.Struct("<16xII8x8xI44x48xQQ")
 """Of an LMDB 0.9 meta page: magic, data version, page size (kept in the free list's record), last page number, transaction number."""
 _LMDB_MAGIC = 0xBEEFC0DE
 _LMDB_DATA_VERSION = 1
+_SHRINK_ROOM_BYTES = 1 << 20
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -70,7 +71,7 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except lmdb.MapFullError as error:
-        raise StoreFullError("the store's map is full") from error
+        raise StoreMapFullError("the store's map is full") from error
     except lmdb.Error as error:
         if any(os.strerror(number) in str(error) for number in _FULL_ERRNOS):
             raise StoreFullError(str(error)) from error
@@ -101,10 +102,12 @@ class Store:
         check_data_file(self._path)
         if verify:
             _verify(self._path)
+        size = self._path.stat().st_size
         with _translated():
             self._env = lmdb.open(
                 str(directory),
-                map_size=max(map_bytes, self._path.stat().st_size),
+                # Above its budget it still needs a little room: removing things takes new pages first.
+                map_size=map_bytes if size <= map_bytes else size + max(_SHRINK_ROOM_BYTES, size // 64),
                 max_dbs=len(schema.DATABASES),
                 lib_version=0,
                 meminit=False,
@@ -146,6 +149,7 @@ class Store:
         """Write a copy without free pages into the empty folder ``directory``."""
         with _translated():
             self._env.copy(str(directory), compact=True)
+            (directory / DATA_NAME).chmod(0o600)
 
     @property
     def file_bytes(self) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from kvd.observe.failpoints import declare
 from kvd.storage import schema
-from kvd.storage.errors import StorageError, StoreDamagedError, StoreFullError
+from kvd.storage.errors import StorageError, StoreDamagedError, StoreFullError, StoreMapFullError
 from kvd.storage.generations import Generations
 from kvd.storage.ports import Clock
 from kvd.storage.schema import NodeRow
@@ -282,6 +282,9 @@ class StoreThread:
             self._txn = self._store.begin()
             self._txn.put_meta(replace(self._store.meta, written_unix_s=int(self._clock.unix())))
             self._txn.commit()
+        except StoreMapFullError as error:
+            # Not even one row fits: nothing can be removed either, and only a fresh generation helps.
+            self._degrade(StoreDamagedError(str(error)))
         except (StorageError, OSError):
             if self._txn is not None:
                 with contextlib.suppress(Exception):
