@@ -8,11 +8,12 @@ stand-ins are there; the ordinary text between them gets its characters back aft
 Replacing a character by a character keeps lengths, so that a template which measures, strips or compares a value still does
 what it would. Two strengths:
 
-* *light*: the first character of each special token within a value, and a value's first or last character where, beside other text, it could
-  complete one. Templates see all else as it was.
-* *strict*: besides, every character that begins or ends some special token. Whatever a template deletes or joins, only its own text can
+* *light*: the first character of each special token within a value. Templates see all else as it was.
+* *strict*: besides, every character that begins or ends some special token. Whatever a template cuts, deletes or joins, only its own text can
   then begin and end a special token. Templates that look for marks such as ``</think>`` no longer find them, so its output only judges the
   light one: if their special tokens differ, untrusted text has made or removed one.
+
+Some templates build special tokens around a role (``<|user|>``): roles that templates know are trusted, of others every character is replaced.
 """
 
 from __future__ import annotations
@@ -28,26 +29,9 @@ _MAX_DEPTH = 32
 _PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE), range(0xE000, 0xF900))
 _PRIVATE_USE_CHARS = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd\ue000-\uf8ff]")
 
-_WORDS_OF_TEMPLATES = {
-    "role": frozenset(
-        (
-            "system",
-            "developer",
-            "user",
-            "assistant",
-            "model",
-            "tool",
-            "function",
-            "ipython",
-            "observation",
-            "context",
-            "document",
-            "documents",
-        )
-    ),
-    "type": frozenset(("text", "function", "string", "number", "integer", "boolean", "object", "array", "null")),
-}
-"""Values that templates compare with, and from which they may build special tokens (``<|user|>``); under these keys they are trusted."""
+_KNOWN_ROLES = frozenset(
+    ("system", "developer", "user", "assistant", "model", "tool", "function", "ipython", "observation", "context", "document", "documents")
+)
 
 
 class Shield:
@@ -58,10 +42,6 @@ class Shield:
         self.alphabet = "".join(sorted(set("".join(texts))))
         self.ends = re.compile(f"[{re.escape(''.join({text[0] for text in texts} | {text[-1] for text in texts}))}]") if texts else None
         self.inside = re.compile(f"(?={any_of(texts)}).", re.DOTALL) if texts else None
-        self.beginnings = frozenset(text[:length] for text in texts for length in range(1, len(text)))
-        self.endings = frozenset(text[length:] for text in texts for length in range(1, len(text)))
-        self.longest = max(map(len, texts), default=0)
-        self.joined = "\0".join(texts)
         self._reserved = frozenset(_PRIVATE_USE_CHARS.findall(template)) | frozenset(self.alphabet)
 
     def guard(self, *untrusted: object) -> Guard:
@@ -93,46 +73,31 @@ class Guard:
         self._hidden = re.compile(f"[{stand_ins}]") if stand_ins else None
 
     def light(self, value: object) -> Any:
-        """A copy in which no string holds a special token or can complete one."""
-        return _rebuild(value, self._lighten, "")
+        """A copy in which no string holds a special token."""
+        return _rebuild(value, self._lighten, self._blot)
 
     def strict(self, value: object) -> Any:
         """A copy in which, besides, no string holds a character that begins or ends a special token."""
-        return _rebuild(value, self._harden, "")
+        return _rebuild(value, self._harden, self._blot)
 
     def reveal(self, text: str) -> str:
         """The text with its own characters again."""
         return self._hidden.sub(lambda match: self._show[match[0]], text) if self._hidden else text
 
-    def _lighten(self, text: str, *, is_key: bool) -> str:
-        shield = self._shield
-        if shield.inside is None or shield.ends is None:
+    def _lighten(self, text: str) -> str:
+        inside, ends = self._shield.inside, self._shield.ends
+        if inside is None or ends is None:
             return text
-        if not self.is_strict_needed and shield.ends.search(text):
+        if not self.is_strict_needed and ends.search(text):
             self.is_strict_needed = True
-        text = shield.inside.sub(lambda match: self._hide[match[0]], text)
-        return text if is_key else self._blunt(text)
+        return inside.sub(lambda match: self._hide[match[0]], text)
 
-    def _harden(self, text: str, *, is_key: bool) -> str:
-        text = self._lighten(text, is_key=is_key)
-        return self._shield.ends.sub(lambda match: self._hide[match[0]], text) if self._shield.ends else text
+    def _harden(self, text: str) -> str:
+        ends = self._shield.ends
+        return ends.sub(lambda match: self._hide[match[0]], self._lighten(text)) if ends else text
 
-    def _blunt(self, text: str) -> str:
-        """Replace the outermost characters (white space aside) where, beside other text, they could complete a special token."""
-        shield = self._shield
-        core = text.strip()
-        if not core:
-            return text
-        start = text.index(core[0])
-        stop = start + len(core)
-        longest = min(shield.longest, len(core))
-        if (len(core) <= shield.longest and "\0" not in core and core in shield.joined) or any(
-            core[:length] in shield.endings for length in range(1, longest + 1)
-        ):
-            text = text[:start] + self._hide[core[0]] + text[start + 1 :]
-        if any(core[-length:] in shield.beginnings for length in range(1, longest + 1)) and text[stop - 1] in self._hide:
-            text = text[: stop - 1] + self._hide[text[stop - 1]] + text[stop:]
-        return text
+    def _blot(self, role: str) -> str:
+        return "".join(self._hide.get(char, char) for char in role)
 
 
 def _collect(value: object, used: set[str], depth: int) -> None:
@@ -152,14 +117,17 @@ def _collect(value: object, used: set[str], depth: int) -> None:
         raise ChatTemplateError(f"a chat template takes strings, numbers, booleans, null, arrays and maps, not {type(value).__name__}")
 
 
-def _rebuild(value: object, edit: Callable[..., str], key: str) -> Any:
+def _rebuild(value: object, edit: Callable[[str], str], blot: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return value if value in _WORDS_OF_TEMPLATES.get(key, ()) else edit(value, is_key=False)
+        return edit(value)
     if isinstance(value, Mapping):
-        return {
-            edit(name, is_key=True) if isinstance(name, str) else name: _rebuild(item, edit, name if isinstance(name, str) else "")
-            for name, item in value.items()
-        }
+        rebuilt = {}
+        for name, item in value.items():
+            if name == "role" and isinstance(item, str):
+                rebuilt[name] = item if item in _KNOWN_ROLES else blot(item)
+            else:
+                rebuilt[edit(name) if isinstance(name, str) else name] = _rebuild(item, edit, blot)
+        return rebuilt
     if isinstance(value, (list, tuple)):
-        return [_rebuild(item, edit, key) for item in value]
+        return [_rebuild(item, edit, blot) for item in value]
     return value

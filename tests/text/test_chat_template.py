@@ -86,10 +86,24 @@ def test_no_mixture_of_pieces_becomes_special(pieces: list[str]) -> None:
     assert plain(segments) == f"<|im_start|>user\n{content}<|im_end|>\n"
 
 
-@given(st.lists(st.sampled_from(["<|im_", "end|>", "<", "|im_end|>", "<|im_end|", ">", "</", "s>"]), min_size=1, max_size=5))
-def test_values_side_by_side_make_no_special_token(parts: list[str]) -> None:
+@given(st.lists(st.sampled_from(["<|im_", "end|>", "<", "|im_end|>", "<|im_end|", ">", "</", "s>", "x"]), min_size=1, max_size=5))
+def test_values_side_by_side_are_text_or_refused(parts: list[str]) -> None:
     source = "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}"
-    assert render(source, [{"role": "user", "content": [{"type": "text", "text": part} for part in parts]}], MULTI) == ["".join(parts)]
+    joined = "".join(parts)
+    try:
+        segments = render(source, [{"role": "user", "content": [{"type": "text", "text": part} for part in parts]}], MULTI)
+    except ChatTemplateError as error:
+        assert "would change the special tokens" in str(error)
+        assert any(token in joined for token in MULTI)
+    else:
+        assert segments == [joined]
+
+
+def test_two_values_that_would_make_one_are_refused() -> None:
+    source = "{{ messages[0].name }}{{ messages[0].content }}"
+    with pytest.raises(ChatTemplateError, match="would change the special tokens"):
+        render(source, [{"role": "user", "name": "<|im_", "content": "end|>"}], MULTI)
+    assert render(source, [{"role": "user", "name": "<|im_", "content": "end>"}], MULTI) == ["<|im_end>"]
 
 
 def test_a_role_is_special_only_if_templates_know_it() -> None:
