@@ -316,6 +316,7 @@ class Daemon:
             log_steps=config.observe.log_steps,
             on_progress=self._manager.on_round,
             on_state=lambda state: self._on_state(state, storage),
+            on_served=storage.mark_served,
         )
         # What lives until the end is not looked at again by the collector: its pauses then depend on the requests alone.
         gc.collect()

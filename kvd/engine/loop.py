@@ -101,6 +101,7 @@ class EngineLoop:
         log_steps: bool,
         on_progress: Callable[[State], None],
         on_state: Callable[[State], None],
+        on_served: Callable[[], None],
     ) -> None:
         self._inbox = inbox
         self._outbox = outbox
@@ -116,6 +117,8 @@ class EngineLoop:
         self._log_steps = log_steps
         self._on_progress = on_progress
         self._on_state = on_state
+        self._on_served = on_served
+        self._has_served = False
         self._state = State.REHYDRATING
         self._in_flight: deque[tuple[SchedulerOutput, Ticket]] = deque()
         self._unsent: list[Event] = []
@@ -218,6 +221,9 @@ class EngineLoop:
 
     def _flush(self) -> None:
         if self._unsent:
+            if not self._has_served and any(isinstance(event, RequestDone) for event in self._unsent):
+                self._has_served = True
+                self._on_served()
             self._outbox.put(self._unsent)
             self._unsent = []
 

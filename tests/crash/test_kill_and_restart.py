@@ -58,7 +58,10 @@ def assert_recovered(root: Path, *, restored: bool) -> None:
             assert blocks["free"] + blocks["cached"] == blocks["total"]
         assert process.terminate() == 0
     check = subprocess.run(
-        [sys.executable, "-m", "kvd", "store", "check", "--json", str(root / "state")], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "kvd", "store", "check", "--json", "--state-dir", str(root / "state")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert check.returncode == 0, check.stdout + check.stderr
 
@@ -109,7 +112,15 @@ def test_killed_at_work(tmp_path: Path, after_tokens: int) -> None:
 
 @pytest.mark.parametrize(
     "place",
-    ["wal.before_write", "wal.before_sync", "wal.after_sync", "checkpoint.before_commit", "checkpoint.after_commit"],
+    [
+        "wal.before_write",
+        "wal.before_sync",
+        "wal.after_sync",
+        "checkpoint.before_nodes",
+        "checkpoint.between_blocks",
+        "store.before_commit",
+        "store.after_commit",
+    ],
 )
 def test_killed_at_a_failpoint_while_persisting(tmp_path: Path, place: str) -> None:
     prepare(tmp_path)
