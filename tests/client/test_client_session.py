@@ -36,7 +36,7 @@ from kvd_client.protocol.messages import (
 )
 from kvd_client.requests import GenerateOptions, generate_message, prompt_body
 from kvd_client.results import Chunk, Completion, pack_tokens
-from kvd_client.session import MAX_LOST, MAX_RETRY_S, READY_POLL_S, SETTLE_S, Session, SessionConfig
+from kvd_client.session import HANDSHAKE_RETRY_S, MAX_LOST, MAX_RETRY_S, READY_POLL_S, SETTLE_S, Session, SessionConfig
 
 LIMITS = Limits(max_message_bytes=1000, max_model_len=100, max_choices=4, max_stop_strings=4, default_credit=8)
 ONE, TWO = b"1" * 16, b"2" * 16
@@ -755,7 +755,7 @@ def test_timers_of_calls_that_are_over_do_not_pile_up() -> None:
         call, _ = bench.generate(timeout_s=600.0)
         bench.session.outgoing.clear()
         bench.receive(finished(call.key, 0))
-    assert len(bench.session._timers) <= 70
+    assert len(bench.session._timers) <= 66
 
 
 # ----------------------------------------------------------------------------------------------------------- heartbeat
@@ -833,9 +833,28 @@ def test_a_refused_hello_fails_every_call_with_its_code() -> None:
 def test_a_refused_key_fails_every_call() -> None:
     bench = Bench()
     _, waiting = bench.generate()
-    bench.session.authentication_failed()
+    bench.session.handshake_failed(bench.now, "wrong key", is_final=True)
     assert isinstance(waiting[0], errors.AuthenticationFailed)
     assert not waiting[0].retryable
+    _, later = bench.generate()
+    assert isinstance(later[0], errors.AuthenticationFailed)
+    assert not bench.session.wants_fresh_socket
+    bench.pass_time(HANDSHAKE_RETRY_S)
+    assert bench.session.wants_fresh_socket
+    _, waits = bench.generate()
+    assert waits == []
+    bench.connect()
+    _, fine = bench.generate()
+    assert fine == []
+
+
+def test_a_handshake_that_fails_without_a_word_is_waited_for_and_told_of() -> None:
+    bench = Bench(connect_timeout_s=3.0, endpoint="tcp://h:1")
+    _, waiting = bench.generate()
+    bench.session.handshake_failed(bench.now, "odd keys", is_final=False)
+    bench.pass_time(3.01)
+    assert type(waiting[0]) is errors.ConnectionLost
+    assert str(waiting[0]) == "connection_lost: no daemon answers at tcp://h:1: odd keys"
 
 
 def test_close_aborts_what_runs_and_fails_what_waits_and_what_comes() -> None:

@@ -412,3 +412,33 @@ def test_a_key_that_the_daemon_does_not_know(tmp_path: Path) -> None:
         with Client(f"tcp://127.0.0.1:{port}", server_key=server_public.decode()) as client, pytest.raises(errors.AuthenticationFailed):
             client.status()
         authenticator.stop()
+
+
+def test_curve_on_one_side_alone_is_told_at_once_and_forgotten_when_it_is_mended(endpoint: str) -> None:
+    server_public, server_secret = zmq.curve_keypair()
+    keys = {"CURVE_SERVER": 1, "CURVE_PUBLICKEY": server_public, "CURVE_SECRETKEY": server_secret}
+    with Client(endpoint, timeout_s=20.0) as client:
+        with ScriptedDaemon(endpoint, echo, **keys), pytest.raises(errors.AuthenticationFailed, match="demands CURVE"):
+            client.status()
+        with ScriptedDaemon(endpoint, echo):
+            wait_until(lambda: _answers(client))
+            assert client.generate("a").token_ids == (97,)
+
+
+def _answers(client: Client) -> bool:
+    try:
+        client.ping()
+    except errors.AuthenticationFailed:
+        return False
+    return True
+
+
+def test_a_wrong_server_key_is_suspected(endpoint: str) -> None:
+    server_public, server_secret = zmq.curve_keypair()
+    other, _ = zmq.curve_keypair()
+    with (
+        ScriptedDaemon(endpoint, echo, CURVE_SERVER=1, CURVE_PUBLICKEY=server_public, CURVE_SECRETKEY=server_secret),
+        Client(endpoint, connect_timeout_s=0.5, server_key=other.decode()) as client,
+        pytest.raises(errors.ConnectionLost, match="server_key may be another daemon's"),
+    ):
+        client.status()

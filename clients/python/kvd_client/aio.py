@@ -49,6 +49,7 @@ class AsyncClient:
             heartbeat_interval_s=heartbeat_interval_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
             wait_until_ready=wait_until_ready,
+            endpoint=self.endpoint,
         )
         curve = load_curve_keys(server_key, client_key_file) if server_key else None
         self._io = IoThread(self.endpoint, Session(config), curve)

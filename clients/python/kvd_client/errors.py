@@ -115,9 +115,9 @@ class Interrupted(ConnectionLost):
 
 
 class AuthenticationFailed(KvdError):
-    """``authentication_failed``: the daemon refused the client's CURVE key."""
+    """``authentication_failed``: the daemon refused the client's CURVE key, or only one of the two wants CURVE."""
 
-    def __init__(self, message: str = "the daemon refused this client's CURVE key") -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(message, code="authentication_failed")
 
 

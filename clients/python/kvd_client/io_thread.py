@@ -32,7 +32,12 @@ _RECONNECT_MS, _MAX_RECONNECT_MS = 20, 500
 _MAX_MESSAGE_BYTES = 64 << 20
 _HIGH_WATER_MESSAGES = 100_000
 """Unread messages in the library. Credit bounds them long before; a daemon must never find the pipe full."""
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_HANDSHAKE_FAILURES: dict[int, tuple[str, bool]] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: ("the daemon refused this client's CURVE key", True),
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: ("the endpoint demands CURVE and the client has no server_key, or the other way round", True),
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: ("the handshake fails; with CURVE, the server_key may be another daemon's", False),
+}
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | sum(_HANDSHAKE_FAILURES)
 
 _log = logging.getLogger("kvd_client")
 
@@ -219,7 +224,8 @@ class IoThread:
             self._receive()
             self._session.disconnected(now)
         else:
-            self._session.authentication_failed()
+            reason, is_final = _HANDSHAKE_FAILURES[event]
+            self._session.handshake_failed(now, reason, is_final=is_final)
 
     def _open_socket(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)

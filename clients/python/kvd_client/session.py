@@ -11,7 +11,6 @@ have sent what nobody received: there a generation is aborted and begun under a 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import os
@@ -55,6 +54,7 @@ from kvd_client.protocol.messages import (
     Tokens,
     Unpin,
 )
+from kvd_client.timers import Due, Timer, Timers
 
 SETTLE_S = 0.05
 """How long after a disconnect frames of the old connection may still be on their way through the library."""
@@ -64,6 +64,7 @@ MIN_RETRY_S = 0.05
 MAX_RETRY_S = 2.0
 """Bounds of the wait after ``starting`` and ``draining``; the daemon's estimate may be far off."""
 READY_POLL_S = 0.1
+HANDSHAKE_RETRY_S = 1.0
 MAX_OWED_ABORTS = 4096
 
 _log = logging.getLogger("kvd_client")
@@ -79,6 +80,8 @@ class SessionConfig:
     heartbeat_timeout_s: float = 20.0
     wait_until_ready: bool = True
     client_name: str = "kvd-client"
+    endpoint: str = ""
+    """For messages."""
 
 
 class _Link(Enum):
@@ -87,12 +90,6 @@ class _Link(Enum):
     OPEN = auto()
     SETTLING = auto()
     REFUSED = auto()
-
-
-class _Timer(Enum):
-    DEADLINE = auto()
-    RESEND = auto()
-    UNREACHABLE = auto()
 
 
 class Session:
@@ -119,12 +116,13 @@ class Session:
         self._is_closed = False
         self._calls: dict[bytes | int, Call] = {}
         self._owed_aborts: dict[bytes, None] = {}
-        self._timers: list[tuple[float, int, _Timer, Call, int]] = []
-        self._timer_seq = itertools.count()
+        self._timers = Timers(self._is_live)
         self._num_openings = 0
         self._probed_at = 0.0
         self._unanswered_since: float | None = None
         self._settled_at = 0.0
+        self._trouble = ""
+        self._retry_at: float | None = None
 
     # ------------------------------------------------------------------------------------------------ from the caller
 
@@ -138,7 +136,7 @@ class Session:
             return
         self._give_key(call)
         if call.timeout_s != float("inf"):
-            self._set_timer(now + call.timeout_s, _Timer.DEADLINE, call)
+            self._set_timer(now + call.timeout_s, Due.DEADLINE, call)
         if self._link is _Link.OPEN:
             self._send_call(call, now)
         else:
@@ -172,6 +170,8 @@ class Session:
         if self._link in (_Link.GREETING, _Link.OPEN, _Link.SETTLING):
             self._lose(now)
         self._link = _Link.GREETING
+        self._trouble = ""
+        self._retry_at = None
         self._probe(Hello(client=self._config.client_name), now)
 
     def disconnected(self, now: float) -> None:
@@ -181,9 +181,12 @@ class Session:
             self._settled_at = now + SETTLE_S
             self.outgoing.clear()
 
-    def authentication_failed(self) -> None:
-        """The daemon refused the key: no call can succeed."""
-        self._refuse(AuthenticationFailed)
+    def handshake_failed(self, now: float, reason: str, *, is_final: bool) -> None:
+        """The daemon and the client's keys don't go together. Final: no call can succeed, until a fresh socket fares better."""
+        self._trouble = reason
+        if is_final:
+            self._refuse(partial(AuthenticationFailed, reason))
+            self._retry_at = now + HANDSHAKE_RETRY_S
 
     def receive(self, frames: Sequence[bytes], now: float) -> None:
         """Take a message from the daemon."""
@@ -210,23 +213,25 @@ class Session:
         if self._link is _Link.SETTLING and now >= self._settled_at:
             self._lose(now)
         self._heartbeat(now)
-        while self._timers and self._timers[0][0] <= now:
-            at, _, kind, call, opening = heapq.heappop(self._timers)
-            if not self._is_live(call):
-                continue
-            match kind:
-                case _Timer.DEADLINE:
+        if self._retry_at is not None and now >= self._retry_at:
+            self._retry_at = None
+            self._link = _Link.DOWN
+            self.wants_fresh_socket = True
+        for timer in self._timers.take_due(now):
+            call = timer.call
+            match timer.due:
+                case Due.DEADLINE:
                     self._fail(call, Timeout(self._timeout_message(call)))
-                case _Timer.RESEND if call.resend_at == at and self._link is _Link.OPEN:
+                case Due.RESEND if call.resend_at == timer.at and self._link is _Link.OPEN:
                     self._send_call(call, now)
-                case _Timer.UNREACHABLE if opening == self._num_openings and self._link is not _Link.OPEN:
-                    self._fail(call, ConnectionLost("no daemon answers"))
+                case Due.UNREACHABLE if timer.opening == self._num_openings and self._link is not _Link.OPEN:
+                    self._fail(call, ConnectionLost(self._no_daemon()))
                 case _:
                     pass
 
     def next_tick_at(self) -> float | None:
         """When ``tick`` has to be called at the latest; None while nothing is due."""
-        due = [self._timers[0][0]] if self._timers else []
+        due = [at for at in (self._timers.next_at(), self._retry_at) if at is not None]
         if self._link is _Link.SETTLING:
             due.append(self._settled_at)
         if self._link is _Link.OPEN:
@@ -317,7 +322,7 @@ class Session:
         """Bound the time that a call waits for a connection."""
         if not call.patient:
             patience_s = self._config.connect_timeout_s if self.server is None else self._config.reconnect_timeout_s
-            self._set_timer(now + patience_s, _Timer.UNREACHABLE, call)
+            self._set_timer(now + patience_s, Due.UNREACHABLE, call)
 
     # ------------------------------------------------------------------------------------------------------ messages
 
@@ -447,7 +452,7 @@ class Session:
 
     def _resend_at(self, call: Call, at: float) -> None:
         call.resend_at = at
-        self._set_timer(at, _Timer.RESEND, call)
+        self._set_timer(at, Due.RESEND, call)
 
     def _deliver(self, call: Call, last: Delivery) -> None:
         del self._calls[call.key]
@@ -475,19 +480,20 @@ class Session:
     def _is_live(self, call: Call) -> bool:
         return self._calls.get(call.key) is call
 
+    def _no_daemon(self) -> str:
+        where = f" at {self._config.endpoint}" if self._config.endpoint else ""
+        return f"no daemon answers{where}" + (f": {self._trouble}" if self._trouble else "")
+
     def _timeout_message(self, call: Call) -> str:
         text = f"not over within {call.timeout_s:g} s"
         if self._link is not _Link.OPEN:
-            return f"{text}: no daemon answers"
+            return f"{text}: {self._no_daemon()}"
         if call.last_refusal is not None and not call.is_on_wire:
             return f"{text}: {call.last_refusal.args[0]}"
         return text
 
-    def _set_timer(self, at: float, kind: _Timer, call: Call) -> None:
-        if len(self._timers) > 64 + 4 * len(self._calls):  # mostly of calls that are over
-            self._timers = [timer for timer in self._timers if self._is_live(timer[3])]
-            heapq.heapify(self._timers)
-        heapq.heappush(self._timers, (at, next(self._timer_seq), kind, call, self._num_openings))
+    def _set_timer(self, at: float, due: Due, call: Call) -> None:
+        self._timers.set(Timer(at, due, call, self._num_openings))
 
     def _send(self, frames: list[bytes]) -> None:
         self.outgoing.append(frames)
