@@ -132,8 +132,11 @@ def _check_tables(blocks: TreeBlocks, tables: Collection[BlockTable], block_size
             if table.writable_tokens > table.num_tokens:
                 assert blocks.pool.ref_counts[block_id] == 1, "a block that may be written is shared"
                 assert blocks.node_of[block_id] is None, "a block that may be written is in the tree"
-        for depth, block_id in enumerate(table.block_ids):
-            node = blocks.node_of[block_id]
+        nodes = [blocks.node_of[block_id] for block_id in table.block_ids]
+        for depth, node in enumerate(nodes):
             assert node is None or node.depth == depth, "a table holds a tree block at the wrong place"
             assert node is None or node.namespace == table.namespace, "a table holds a block of another namespace"
+            assert node is None or depth == 0 or node.parent is nodes[depth - 1], "a table does not hold the path to its node"
+        if not table.is_broken:
+            assert all(node is not None for node in nodes[: table.num_in_tree]), "a table has lost a node"
         assert not table.is_broken or not (table.fills or table.waits_for), "a broken table still fills or waits"

@@ -24,11 +24,10 @@ class BlockTable:
         "matched",
         "namespace",
         "num_cached_tokens",
+        "num_in_tree",
         "num_recomputed_tokens",
-        "num_recorded",
         "num_restored_tokens",
         "num_tokens",
-        "tip",
         "waits_for",
         "writable_tokens",
     )
@@ -54,10 +53,8 @@ class BlockTable:
         """A node that it waited for failed: the table can only be released."""
         self.matched: tuple[Node, ...] = ()
         """Matched nodes whose use is told when ``waits_for`` is empty; empty then."""
-        self.tip: Node | None = None
-        """The node of the last recorded block, which the table need not hold (its own block may be a duplicate)."""
-        self.num_recorded = 0
-        """Full blocks that the tree was told of."""
+        self.num_in_tree = 0
+        """Blocks, from the first on, that are the tree's nodes; those after them are private."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class TreeBlocks:
 
     @property
     def num_available(self) -> int:
-        """Free blocks and idle ones without a pin. An upper bound: a lease, or a held duplicate's child, may hold some back for a while."""
+        """Free blocks and idle ones without a pin. Leases, and loads below an idle block, may hold some back for a moment."""
         return self.pool.num_free + self.pool.num_cached - self.num_idle_pinned
 
     def hold(self, block_id: BlockId) -> None:
@@ -63,6 +63,23 @@ class TreeBlocks:
         if parent.queue_ticket:
             self._queue.discard(parent)
         return node
+
+    def replace(self, node: Node, block_id: BlockId) -> bool:
+        """A held block with the same content takes an idle node's place, whose own block is freed; False if that one is in use, leased or filling."""
+        idle_id = node.block_id
+        if self.pool.ref_counts[idle_id] or not node.is_ready or idle_id in self.leases:
+            return False
+        assert self.node_of[block_id] is None, "a block holds one prefix"
+        if node.queue_ticket:
+            self._queue.discard(node)
+        self.num_idle_pinned -= node.num_pins > 0
+        self.node_of[idle_id] = None
+        self.pool.free(idle_id)
+        self.events.append(BlockRemoved(node.block_hash, idle_id))
+        node.block_id = block_id
+        self.node_of[block_id] = node
+        self.tell_stored(node)
+        return True
 
     def withdraw(self, node: Node) -> None:
         """A filling node leaves the tree; its holders keep the block."""

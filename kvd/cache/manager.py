@@ -208,35 +208,33 @@ class CacheManager:
         return tuple(copies)
 
     def record(self, table: BlockTable, token_ids: PackedTokens | bytearray, num_computed: int) -> None:
-        """The sequence's first ``num_computed`` tokens are computed: full blocks that the tree does not have become ready nodes.
+        """The sequence's first ``num_computed`` tokens are computed: its full blocks become ready nodes.
 
-        A block whose tokens the tree has already stays private to the table.
+        Where the tree has a block with these tokens already, an idle one gives way to the table's own; while somebody uses it, the table's stays
+        private, and so does what follows, until a later call. So a table holds the whole path to each of its nodes, and no node is kept from eviction by
+        a block below it that belongs to somebody else.
         """
         num_full = num_computed // self.block_size_tokens
-        tip = table.tip
-        if tip is not None and not tip.in_tree:  # what this path hung on was evicted, so its blocks are wanted anew
-            tip = None
-        index = table.num_recorded if tip is not None else 0
+        index = table.num_in_tree
         if index >= num_full:
             return
         assert not table.fills, "output comes after the prompt"
         assert not table.is_broken, "a broken table can only be released"
-        if tip is None:
-            tip = self._tree.root(table.namespace)
-        size = self._tree.block_bytes
+        size, block_ids, node_of = self._tree.block_bytes, table.block_ids, self._blocks.node_of
+        parent = node_of[block_ids[index - 1]] if index else None
         while index < num_full:
+            if parent is None:
+                parent = self._tree.root(table.namespace)
             tokens = bytes(token_ids[index * size : (index + 1) * size])
-            node = self._tree.child(tip, tokens)
+            node = self._tree.child(parent, tokens)
             if node is None:
-                if not tip.is_ready:
-                    break
-                node = self._blocks.insert(tip, tokens, table.block_ids[index], origin=BlockOrigin.COMPUTED, is_ready=True, uses=1)
+                node = self._blocks.insert(parent, tokens, block_ids[index], origin=BlockOrigin.COMPUTED, is_ready=True, uses=1)
                 self._blocks.tell_stored(node)
-            tip = node
+            elif node.block_id != block_ids[index] and not self._blocks.replace(node, block_ids[index]):
+                break
+            parent = node
             index += 1
-        if index:
-            table.tip = tip
-        table.num_recorded = index
+        table.num_in_tree = index
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same blocks; whoever first writes to a shared one gets a copy."""
@@ -245,8 +243,7 @@ class CacheManager:
         for block_id in table.block_ids:
             self._blocks.hold(block_id)
         forked = BlockTable(table.namespace, list(table.block_ids), table.num_tokens, table.num_tokens)
-        forked.tip = table.tip
-        forked.num_recorded = table.num_recorded
+        forked.num_in_tree = table.num_in_tree
         table.writable_tokens = table.num_tokens
         self._tables.add(forked)
         self._counters["forks"] += 1
@@ -262,9 +259,7 @@ class CacheManager:
         del table.block_ids[keep:]
         table.num_tokens = num_tokens
         table.writable_tokens = num_tokens
-        if table.num_recorded > num_tokens // self.block_size_tokens:
-            table.num_recorded = 0
-            table.tip = None
+        table.num_in_tree = min(table.num_in_tree, num_tokens // self.block_size_tokens)
 
     def release(self, table: BlockTable) -> None:
         """The sequence is over: its blocks stay cached where the tree has them, else they are free."""
@@ -276,10 +271,14 @@ class CacheManager:
             self._blocks.drop(block_id, ends_use=True)
         table.block_ids.clear()
         table.num_tokens = table.writable_tokens = 0
-        table.tip = None
         table.matched = ()
 
     # -------------------------------------------------------------------------------------------------- fills
+
+    def awaited(self, table: BlockTable) -> set[BlockTable]:
+        """The tables that fill what this one waits for (loads have none)."""
+        owners = {self._fillings.owner(node) for node in table.waits_for}
+        return {owner for owner in owners if owner is not None}
 
     def complete_fill(self, nodes: Iterable[Node]) -> None:
         """The step or load that fills these nodes (parents before children) has completed; nodes that have left the tree are passed over."""
@@ -311,6 +310,8 @@ class CacheManager:
             if owner is None:
                 self._num_loading -= 1
                 self._blocks.drop(node.block_id)
+            else:
+                owner.num_in_tree = min(owner.num_in_tree, node.depth)
         return affected
 
     def begin_load(
@@ -409,19 +410,17 @@ class CacheManager:
 
     def _begin_fills(self, table: BlockTable, token_ids: PackedTokens, path: Sequence[Node], *, origin: BlockOrigin, uses: int) -> None:
         size = self._tree.block_bytes
-        num_full = table.num_tokens // self.block_size_tokens
-        tip = path[-1] if path else None
-        for index in range(len(path), num_full):
-            parent = tip if tip is not None else self._tree.root(table.namespace)
+        parent = path[-1] if path else None
+        table.num_in_tree = len(path)
+        for index in range(len(path), table.num_tokens // self.block_size_tokens):
+            if parent is None:
+                parent = self._tree.root(table.namespace)
             tokens = token_ids[index * size : (index + 1) * size]
-            tip = self._tree.child(
-                parent, tokens
-            )  # the prompt's last block can be there already: it is not matched, for its last token's sake
-            if tip is None:
-                tip = self._blocks.insert(parent, tokens, table.block_ids[index], origin=origin, is_ready=False, uses=uses)
-                self._fillings.begin(tip, table)
-        table.tip = tip
-        table.num_recorded = num_full
+            if self._tree.child(parent, tokens) is not None:
+                break  # the prompt's last block: it is not matched, for its last token's sake
+            parent = self._blocks.insert(parent, tokens, table.block_ids[index], origin=origin, is_ready=False, uses=uses)
+            self._fillings.begin(parent, table)
+            table.num_in_tree = index + 1
 
     def _begin_load(
         self, namespace: Namespace, path: Sequence[Node], missing: Sequence[tuple[PackedTokens, int]], origin: BlockOrigin

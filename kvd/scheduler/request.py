@@ -65,7 +65,7 @@ class Request:
         self.namespace = namespace
         self.arrival = arrival
         self.priority = int(is_background)
-        """0 for users, 1 for work that runs behind them."""
+        """0 for users and whatever a user waits for, 1 for work that runs behind them."""
         self.is_internal = is_internal
         """Nobody reads its tokens: no credit, no use of the cache is told."""
         self.origin = origin

@@ -55,7 +55,7 @@ class Roster:
     # --------------------------------------------------------------------------------------------- into a seat
 
     def seat(self, sequence: Sequence, table: BlockTable) -> None:
-        """A waiting sequence gets its blocks."""
+        """A waiting sequence gets its blocks. Whoever fills what it waits for is from now on as urgent as it is."""
         self.queue.remove(sequence)
         sequence.table = table
         sequence.num_computed = table.num_cached_tokens
@@ -63,6 +63,9 @@ class Roster:
         self._seats[table] = sequence
         self.num_slots += sequence.num_slots
         self.running[sequence] = None
+        for awaited in self._cache.awaited(table):
+            owner = self._seats[awaited].request
+            owner.priority = min(owner.priority, sequence.request.priority)
 
     def fork(self, parent: Sequence, choice: int, tokens: bytearray) -> Sequence:
         """A further choice takes one of the places that its parent kept; it shares the prompt's blocks, or waits if the parent is about to lose them."""

@@ -115,35 +115,54 @@ def test_blocks_enter_the_tree_for_use_only_when_their_step_has_completed():
     assert (stored.parent_hash, stored.depth) == (expected_hash, 1)
 
 
-def test_output_blocks_are_recorded_and_duplicates_stay_private():
+def test_a_duplicate_stays_private_while_the_trees_block_is_in_use():
     cache = make()
     first, second = start(cache, [1]), start(cache, [1])
     for table in (first, second):
-        assert cache.extend(table, 8) == ()
+        assert cache.extend(table, 12) == ()
     cache.record(first, pack_tokens([1, 2, 3, 4, 5]), 5)
-    cache.record(second, bytearray(pack_tokens([1, 2, 3, 4, 6, 7, 8, 9])), 8)
-    stored = events_of(cache, BlockStored)
-    assert [(event.block_id, event.depth) for event in stored] == [(first.block_ids[0], 0), (second.block_ids[1], 1)]
-    assert stored[1].parent_hash == stored[0].block_hash
-    cache.check_invariants()
+    tokens = bytearray(pack_tokens([1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12, 13]))
+    cache.record(second, tokens, 8)
+    assert [(event.block_id, event.depth) for event in events_of(cache, BlockStored)] == [(first.block_ids[0], 0)]
     cache.release(first)
+    cache.record(second, tokens, 12)  # now its own block takes the idle one's place, and the rest follows
+    events = cache.take_events()
+    assert [(type(event), event.block_id) for event in events] == [
+        (BlockRemoved, 0),
+        *((BlockStored, block_id) for block_id in second.block_ids),
+    ]
+    assert [event.depth for event in events[1:]] == [0, 1, 2]
+    assert (cache.num_used, cache.num_cached) == (3, 0)
+    cache.check_invariants()
     cache.release(second)
-    assert (cache.num_cached, cache.num_free) == (2, 14)
+    assert (cache.num_cached, cache.num_free) == (3, 13)
     cache.check_invariants()
 
 
-def test_a_path_whose_duplicate_was_evicted_is_recorded_anew():
-    cache = make(6, max_pinned_fraction=0.0)
-    first, second = start(cache, [1]), start(cache, [1])
-    for table in (first, second):
-        cache.extend(table, 4)
-        cache.record(table, pack_tokens([1, 2, 3, 4]), 4)
-    cache.release(first)
-    cache.watermark_blocks = 6
-    assert cache.evict_to_watermark(10) == 1  # the node that the second hangs on, but does not hold
-    cache.extend(second, 8)
-    cache.record(second, pack_tokens([1, 2, 3, 4, 5, 6, 7, 8]), 8)
-    assert matched(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 8
+def test_an_idle_duplicate_does_not_hold_back_blocks_that_are_needed():
+    cache = make(4, max_pinned_fraction=0.5)
+    compute(cache, range(8))
+    cache.pin("p", pack_tokens(range(4)), NAMESPACE)
+    table = start(cache, range(8))  # its last block is there, but computed again
+    cache.record(table, pack_tokens(range(8)), 8)
+    assert cache.num_cached == 0
+    assert cache.extend(table, 16) == ()
+    cache.check_invariants()
+
+
+def test_neither_a_leased_nor_a_filling_duplicate_is_replaced():
+    cache = make()
+    compute(cache, range(8))
+    node = cache.match(pack_tokens(range(9)), NAMESPACE).nodes[1]
+    cache.lease(node.block_id, node.block_hash)
+    table = start(cache, range(8))
+    cache.take_events()
+    cache.record(table, pack_tokens(range(8)), 8)
+    assert cache.take_events() == ()
+    assert table.num_in_tree == 1
+    cache.end_lease(node.block_id)
+    cache.record(table, pack_tokens(range(8)), 8)
+    assert table.num_in_tree == 2
     cache.check_invariants()
 
 
