@@ -1,6 +1,7 @@
 """A small world around storage: the real cache and executor thread over a pool whose bytes are a function of the block's identity.
 
-Run as a script it is the victim of the kill tests: it works on a state directory in a fixed way and prints what it was promised.
+Run as a script, ``victim DIR`` is what the kill tests kill: it works on a state directory in a fixed way and prints what it was promised.
+``golden DIR`` makes the golden files of the present format.
 """
 
 from __future__ import annotations
@@ -250,5 +251,19 @@ def victim(state_dir: Path) -> None:
     print("stopped", flush=True)
 
 
+def golden(state_dir: Path) -> None:
+    """Make the state directory that is committed as the golden files of a format: a pin, a hot prompt, and one that only the log knows."""
+    world = World(state_dir, row_bytes=200)
+    assert world.pin("system", prompt(9, 48)) == "recipe+bytes"
+    for _ in range(3):
+        world.ask(prompt(0, 49, shared=16))
+    assert not world.checkpoint().error
+    world.stop()
+    world = World(state_dir, row_bytes=200, checkpoint_interval_s=1000.0)
+    world.ask(prompt(1, 33))
+    world.until(lambda: world.storage._running.wal.durable_lsn == world.storage._running.wal.last_lsn)
+    crash(world)
+
+
 if __name__ == "__main__":
-    victim(Path(sys.argv[1]))
+    {"victim": victim, "golden": golden}[sys.argv[1]](Path(sys.argv[2]))

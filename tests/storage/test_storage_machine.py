@@ -1,0 +1,133 @@
+"""A daemon's storage over many lives, at random: ask, pin, unpin, checkpoint, crash, damage, fill the disk; against a dict of what was promised.
+
+``crash`` lets go of the files as a SIGKILL would at a moment between two writes. What a checkpoint or an acknowledged pin promised must be there in the next life, and
+every block that is hit must hold exactly its bytes (``World.ask`` asserts it).
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from storage_harness import World, crash, prompt
+
+from kvd.storage import start_guard
+from kvd.storage.tools import block_extents, check_store
+
+pytestmark = pytest.mark.store
+
+prompts = st.builds(prompt, st.integers(0, 3), st.sampled_from([17, 33, 65, 100]), shared=st.sampled_from([0, 16, 32]))
+
+
+class StorageMachine(RuleBasedStateMachine):
+    """``durable`` maps prompts to the tokens that must be restored in the next life as long as nothing is damaged and the pool has room."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp(prefix="kvd-machine-"))
+        self.pins: dict[str, bytes] = {}
+        self.durable: dict[bytes, int] = {}
+        self.asked: dict[bytes, int] = {}
+        self.world: World | None = None
+
+    @initialize()
+    def begin(self) -> None:
+        self.world = World(self.directory, num_blocks=256, row_bytes=100)
+
+    def next_life(self, *, damaged: bool = False) -> None:
+        (self.directory / start_guard.MARKER_NAME).unlink(missing_ok=True)
+        self.world = World(self.directory, num_blocks=256, row_bytes=100, rehydrate_max_fraction=1.0)
+        assert set(self.world.storage.recipe_book.recipes()) == set(self.pins)
+        if damaged:
+            self.durable.clear()
+        else:
+            assert self.world.report.dropped == {}
+            for token_ids, num_tokens in self.durable.items():
+                match = self.world.cache.match(token_ids, self.world.namespace)
+                assert match.num_tokens >= num_tokens
+        self.asked.clear()
+
+    @rule(token_ids=prompts, times=st.integers(1, 3))
+    def ask(self, token_ids: bytes, times: int) -> None:
+        for _ in range(times):
+            self.world.ask(token_ids)
+        self.asked[token_ids] = self.asked.get(token_ids, 0) + times
+
+    @rule(number=st.integers(0, 2), token_ids=prompts)
+    def pin(self, number: int, token_ids: bytes) -> None:
+        name = f"pin-{number}"
+        if name not in self.pins:
+            assert self.world.pin(name, token_ids) == "recipe+bytes"
+            self.pins[name] = token_ids
+            self.durable[token_ids] = max(self.durable.get(token_ids, 0), (len(token_ids) // 4 - 1) // 16 * 16)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data) -> None:
+        name = data.draw(st.sampled_from(sorted(self.pins)))
+        op_id = f"un{name}{self.world.step}".encode()
+        self.world.storage.recipe_book.remove(op_id, name)
+        assert not self.world.wait_for(op_id).error
+        if name in self.world.cache.pins():
+            self.world.cache.unpin(name)
+        self.world.tick()
+        del self.pins[name]
+
+    @rule()
+    def checkpoint(self) -> None:
+        assert not self.world.checkpoint().error
+        for token_ids, times in self.asked.items():
+            if times >= 2:
+                self.durable[token_ids] = (len(token_ids) // 4 - 1) // 16 * 16
+
+    @rule()
+    def crash(self) -> None:
+        crash(self.world)
+        self.next_life()
+
+    @rule()
+    def restart(self) -> None:
+        assert self.world.stop()
+        for token_ids in self.asked:
+            self.durable[token_ids] = (len(token_ids) // 4 - 1) // 16 * 16
+        assert check_store(self.directory)["ok"]
+        self.next_life()
+
+    @rule(data=st.data())
+    def damage_a_block(self, data) -> None:
+        self.world.stop()
+        extents = list(block_extents(self.directory))
+        if extents:
+            path, offset, length = data.draw(st.sampled_from(extents))
+            content = bytearray(path.read_bytes())
+            content[offset + data.draw(st.integers(0, length - 1))] ^= 1 << data.draw(st.integers(0, 7))
+            path.write_bytes(content)
+        self.next_life(damaged=bool(extents))
+
+    @rule(part=st.sampled_from(["kv", "wal", "kv/CURRENT"]))
+    def lose_cache(self, part: str) -> None:
+        self.world.stop()
+        path = self.directory / part
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        self.next_life(damaged=True)
+
+    @invariant()
+    def cache_is_whole(self) -> None:
+        if self.world is not None:
+            self.world.cache.check_invariants()
+
+    def teardown(self) -> None:
+        if self.world is not None:
+            self.world.stop()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+TestStorageMachine = StorageMachine.TestCase
+TestStorageMachine.settings = settings(
+    max_examples=12, stateful_step_count=14, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
