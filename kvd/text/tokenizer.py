@@ -76,8 +76,10 @@ def read_directory(path: Path) -> LibraryTokenizer:
     if not document:
         raise TokenizerError(f"{path}: no tokenizer.json; a Hugging Face directory needs one")
     config = read_json(path / "tokenizer_config.json")
-    texts = _special_texts(read_json(path / "special_tokens_map.json")) | _special_texts(config)
+    mapped = read_json(path / "special_tokens_map.json")
+    texts = _special_texts(mapped) | _special_texts(config)
     try:
+        document["added_tokens"] = _added_tokens(document, config, {*texts.values(), *_additional(mapped), *_additional(config)})
         return _build(path, document, config, texts)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TokenizerError(f"{path}/tokenizer.json: damaged or not understood: {type(error).__name__}: {error}") from error
@@ -105,7 +107,7 @@ def _build(path: Path, document: dict[str, Any], config: dict[str, Any], texts: 
     kind = model.get("type") or ("BPE" if "merges" in model else "unknown")
     if kind != "BPE":
         raise TokenizerError(f"{path}: a tokenizer.json of model {kind} is not supported; supported: BPE")
-    added: list[dict[str, Any]] = document.get("added_tokens") or []
+    added: list[dict[str, Any]] = document["added_tokens"]
     id_of = dict(model["vocab"]) | {token["content"]: token["id"] for token in added}
     eos = _eos_ids(path, id_of, texts)
     special = {token["content"]: token for token in added if token["special"] or token["id"] in eos}
@@ -133,6 +135,14 @@ def _build(path: Path, document: dict[str, Any], config: dict[str, Any], texts: 
     start = _without_specials(document, plain, special)
     inner, differs = _never_at_start(start)
     return LibraryTokenizer(facts, pieces, _library(path, start), _library(path, inner) if differs else None)
+
+
+def _added_tokens(document: Mapping[str, Any], config: Mapping[str, Any], named: set[str]) -> list[dict[str, Any]]:
+    """The added tokens of tokenizer.json, and those that tokenizer_config.json alone lists; special too are those that a file names as such."""
+    added = {token["content"]: token for token in document.get("added_tokens") or []}
+    for token_id, token in (config.get("added_tokens_decoder") or {}).items():
+        added.setdefault(token["content"], {"id": int(token_id), "normalized": False, "special": False, **token})
+    return [{**token, "special": bool(token["special"]) or token["content"] in named} for token in added.values()]
 
 
 def _without_specials(document: dict[str, Any], plain: list[dict[str, Any]], special: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,6 +203,11 @@ def _special_texts(document: Mapping[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             texts[name] = text
     return texts
+
+
+def _additional(document: Mapping[str, Any]) -> list[str]:
+    values = document.get("additional_special_tokens") or []
+    return [value["content"] if isinstance(value, dict) else str(value) for value in values]
 
 
 def _eos_ids(path: Path, id_of: Mapping[str, int], texts: Mapping[str, str]) -> set[int]:

@@ -203,6 +203,21 @@ def test_an_end_of_generation_is_special_whatever_the_file_says(tmp_path: Path, 
     assert model.decode(model.encode("a <think> b")) == "a <think> b"
 
 
+def test_a_token_is_special_if_any_file_says_so(tmp_path: Path, small: Tokenizer) -> None:
+    think, close = small.token_to_id("<think>"), small.token_to_id("</think>")
+    late = {"content": "<|late|>", "special": True, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    config = CONFIG | {"additional_special_tokens": ["<think>"], "added_tokens_decoder": {"1000": late}}
+    model = load_text_model(
+        str(save(tmp_path, small, tokenizer_config=config | {"chat_template": "<think></think><|late|>{{ messages[0].content }}"}))
+    )
+    assert model.vocab_size == 1001
+    assert not {think, 1000} & set(model.encode("<think><|late|></think>"))
+    assert close in model.encode("<think><|late|></think>")
+    ids = model.encode_chat([{"role": "user", "content": "<|late|>"}], date="", args={})
+    assert ids[:3] == [think, close, 1000]
+    assert 1000 not in ids[3:]
+
+
 def test_the_template_file_comes_before_the_configuration(tmp_path: Path, small: Tokenizer) -> None:
     messages = [{"role": "user", "content": "x"}]
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "named {{ eos_token }}"}]
