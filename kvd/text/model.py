@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -138,6 +139,9 @@ def load_text_model(source: str) -> TextModel:
         from kvd.text.byte_level import ByteTemplate, ByteTokenizer
 
         return TextModel(ByteTokenizer(), ByteTemplate())
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # texts come one at a time: the library's thread pool would only wake up for nothing
     path = Path(source)
     if path.is_dir():
         tokenizer = read_directory(path)

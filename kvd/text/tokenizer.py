@@ -59,7 +59,8 @@ class LibraryTokenizer:
             if isinstance(segment, int):
                 token_ids.append(segment)
             else:
-                token_ids.extend(backend.encode(segment, add_special_tokens=False).ids)
+                # the batch call alone lets other threads run; "fast" leaves out the offsets that nobody asks for
+                token_ids.extend(backend.encode_batch_fast([segment], add_special_tokens=False)[0].ids)
             backend = self._inner
         return token_ids
 

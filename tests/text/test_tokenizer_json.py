@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,3 +292,24 @@ def test_several_threads_may_encode(tmp_path: Path, small: Tokenizer) -> None:
     for thread in threads:
         thread.join()
     assert results == [expected] * 80
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path, small: Tokenizer) -> None:
+    model = load_text_model(str(save(tmp_path, small)))
+    text = CORPUS[0] * 5_000
+    started, encoding, seen = threading.Event(), threading.Event(), 0
+
+    def work() -> None:
+        encoding.set()
+        started.set()
+        model.encode(text)
+        encoding.clear()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    started.wait()
+    while encoding.is_set():
+        seen += 1
+        time.sleep(0)
+    thread.join()
+    assert seen > 100
