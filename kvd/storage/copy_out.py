@@ -14,6 +14,8 @@ from kvd.storage.staging import StagingBuffer, StagingPool
 from kvd.storage.store_thread import StagedBatch
 from kvd.types import BlockHash, BlockId, KvGroup
 
+POLL_S = 0.002
+IDLE_S = 1.0
 _MAX_COPIES_IN_FLIGHT = 2
 
 
@@ -57,6 +59,10 @@ class Governor:
     @property
     def is_paused(self) -> bool:
         return 0 < self._pause_queue_depth < self.queue_depth
+
+    def delay_s(self, num_bytes: int) -> float:
+        """Seconds until ``num_bytes`` may be copied, as it looks now."""
+        return max(0.0, (num_bytes - self._allowance) / self._bytes_per_s - (self._clock.monotonic() - self._last_s))
 
     def take(self, num_bytes: int) -> bool:
         """Whether ``num_bytes`` may be copied now; counted if so."""
@@ -103,10 +109,18 @@ class CopyOut:
         self._is_dead = False
         self.num_copied_bytes = 0
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether ``poll`` has something to do soon."""
-        return bool(self._copies) or (bool(self._requests.wanted) and not self._governor.is_paused)
+    def idle_delay_s(self) -> float:
+        """Seconds after which ``poll`` has something to do."""
+        if self._copies:
+            return POLL_S
+        if not self._requests.wanted:
+            return IDLE_S
+        if self._requests.ungoverned:
+            return POLL_S
+        if self._governor.is_paused:
+            return IDLE_S
+        count = min(len(self._requests.wanted), self._staging.max_blocks)
+        return max(POLL_S, min(IDLE_S, self._governor.delay_s(count * self._block_bytes)))
 
     def poll(self) -> None:
         """Take up finished copies and start at most one new one."""

@@ -91,6 +91,8 @@ class Generations:
             self.damage.append(str(error))
             current = None
         self._is_new = current is None
+        if current is None and not self.damage and self._highest():
+            self.damage.append(f"{self._root / CURRENT_NAME} is missing")
         self.current = current or Current(self._highest(), os.urandom(16))
         self._sweep()
 

