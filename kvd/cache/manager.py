@@ -490,4 +490,5 @@ class CacheManager:
             uses=node.uses,
             age_ticks=self._blocks.tick - node.last_used,
             is_pinned=node.num_pins > 0,
+            block_hash=node.block_hash,
         )

@@ -200,7 +200,7 @@ class Pins:
                     "state": state,
                     "reason": self._failed_at_start.get(recipe.name, ""),
                     "created_unix_s": recipe.created_unix_s,
-                    "uses": held[recipe.name].uses if state == "held" else 0,
+                    "hits": held[recipe.name].uses if state == "held" else 0,
                 }
             )
         return entries

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from kvd.cache.events import CacheEvent
 from kvd.commands import Command, Event, Recipe
 from kvd.step import ExecutorOutput, SchedulerOutput
+from kvd.types import BlockHash
 
 
 class Inbox(Protocol):
@@ -56,6 +57,9 @@ class CacheObserver(Protocol):
 
     def checkpoint_now(self, op_id: bytes) -> None:
         """Persist every hot block; ``CheckpointDone`` comes through the inbox."""
+
+    def block_on_disk(self, block_hash: BlockHash) -> tuple[bool, float]:
+        """Whether a block's bytes are on disk, and when a request last used it (seconds since the epoch, 0 if unknown)."""
 
     def status(self) -> dict[str, Any]:
         """The ``store`` part of the status report."""

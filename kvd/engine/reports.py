@@ -11,6 +11,7 @@ from kvd.cache.manager import CacheManager
 from kvd.engine.pins import Pins
 from kvd.engine.ports import CacheObserver, Clock
 from kvd.scheduler.scheduler import Scheduler
+from kvd.types import BlockHash
 
 _RATE_WINDOW_S = 60.0
 _SAMPLE_INTERVAL_S = 1.0
@@ -107,12 +108,24 @@ class Reports:
         }
 
     def prefixes(self) -> dict[str, Any]:
-        """The pins, and the prefixes with the most uses."""
+        """The pins, and the prefixes with the most uses. ``age_s`` counts since the last use; None where storage has not seen one."""
+        now = self._clock.unix()
+
+        def residency(block_hash: BlockHash) -> dict[str, Any]:
+            is_stored, last_use_unix_s = self._observer.block_on_disk(block_hash)
+            age_s = round(now - last_use_unix_s, 1) if last_use_unix_s else None
+            return {"residency": "memory+disk" if is_stored else "memory", "age_s": age_s}
+
+        held = self._cache.pins()
+        pins = [
+            {**entry, **(residency(held[entry["name"]].block_hash) if entry["name"] in held else {"residency": "none", "age_s": None})}
+            for entry in self._pins.report()
+        ]
         hottest = [
-            {"tokens": info.num_tokens, "uses": info.uses, "age_ticks": info.age_ticks, "pinned": info.is_pinned}
+            {"tokens": info.num_tokens, "hits": info.uses, "pinned": info.is_pinned, **residency(info.block_hash)}
             for info in self._cache.hottest(_HOTTEST)
         ]
-        return {"pins": self._pins.report(), "hottest": hottest}
+        return {"pins": pins, "hottest": hottest}
 
     def sample(self) -> None:
         """Remember the counters for the rates; cheap, called about once a second and before each report."""
