@@ -98,6 +98,8 @@ class PrefixInfo:
     age_ticks: int
     """Allocations and releases, by all requests, since its last use."""
     is_pinned: bool
+    block_hash: BlockHash
+    """Of its last block."""
 
     def as_dict(self) -> dict[str, Any]:
         """The report's form, without the tokens."""
