@@ -65,7 +65,7 @@ class TreeBlocks:
         return node
 
     def replace(self, node: Node, block_id: BlockId) -> bool:
-        """A held block with the same content takes an idle node's place, whose own block is freed; False if that one is in use, leased or filling."""
+        """A held block that was computed for the same tokens takes the place of an idle node's own, which is freed; False if that is in use, leased or filling."""
         idle_id = node.block_id
         if self.pool.ref_counts[idle_id] or not node.is_ready or idle_id in self.leases:
             return False
@@ -77,6 +77,9 @@ class TreeBlocks:
         self.pool.free(idle_id)
         self.events.append(BlockRemoved(node.block_hash, idle_id))
         node.block_id = block_id
+        node.origin = BlockOrigin.COMPUTED
+        node.is_fresh = False
+        node.uses += 1
         self.node_of[block_id] = node
         self.tell_stored(node)
         return True

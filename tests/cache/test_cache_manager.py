@@ -150,6 +150,19 @@ def test_an_idle_duplicate_does_not_hold_back_blocks_that_are_needed():
     cache.check_invariants()
 
 
+def test_a_replaced_block_is_a_computed_one():
+    cache = make()
+    targets = load(cache, range(8))
+    cache.complete_fill([target.node for target in targets])
+    table = start(cache, range(8))
+    assert table.num_restored_tokens == 4
+    cache.take_events()
+    cache.record(table, pack_tokens(range(8)), 8)
+    (stored,) = events_of(cache, BlockStored)
+    assert (stored.origin, stored.depth, stored.block_id) == (BlockOrigin.COMPUTED, 1, table.block_ids[1])
+    assert start(cache, range(9)).num_restored_tokens == 0
+
+
 def test_neither_a_leased_nor_a_filling_duplicate_is_replaced():
     cache = make()
     compute(cache, range(8))

@@ -561,20 +561,37 @@ def test_the_stalled_give_way(scarce):
 
 
 def test_a_stalled_owner_does_not_hold_up_its_followers():
-    """After a preemption one choice may use up the credit while another is still filling blocks."""
-    sim = make(num_blocks=40, max_tokens_per_step=6)
-    first = sim.submit(prompt(18), max_tokens=8, num_choices=2, credit_tokens=4)
-    for _ in range(5):
+    """After a preemption one choice may use up the credit while the other still fills blocks."""
+    sim = make(max_tokens_per_step=6, max_model_len=64)
+    first = sim.submit(prompt(18), max_tokens=20, num_choices=2, credit_tokens=18)
+    while sim.heard(first) != [9, 9]:
         sim.round()
-    request = sim.scheduler._requests[first]
-    sim.scheduler._roster.preempt(request)
-    sim.cache.watermark_blocks = 40
-    sim.cache.evict_to_watermark(40)
-    sim.cache.watermark_blocks = 2
-    sim.grant(first, 5)
-    follower = sim.submit(prompt(18), max_tokens=2)
+    said = [token for token, _ in sim.checker.requests[first].says[1][:9]]
+    sim.scheduler._roster.preempt(sim.scheduler._requests[first])
+    sim.cache.watermark_blocks = sim.cache.num_blocks
+    sim.cache.evict_to_watermark(sim.cache.num_blocks)
+    sim.grant(first, 1)
+    while sim.scheduler._roster.num_seated < 2:
+        sim.round()
+    follower = sim.submit([*prompt(18), *said, 1], max_tokens=2)
     for _ in range(20):
         sim.round()
+        sim.check()
+    assert sim.heard(first) == [10, 9]
+    assert sim.scheduler.num_stalled == 1
     assert sim.code(follower) == "done"
     sim.finish_all()
-    assert sim.heard(first) == [8, 8]
+    assert sim.heard(first) == [20, 20]
+
+
+def test_planning_anew_forgets_what_was_sampled_and_gives_its_credit_back():
+    sim = make()
+    sim.submit(prompt(18), max_tokens=4)
+    follower = sim.submit(prompt(18), max_tokens=4, num_choices=3, credit_tokens=12)
+    sim.executor.fail_row = lambda rows: rows[0]
+    for _ in range(10):
+        sim.round()
+        assert sim.scheduler.num_stalled == 0
+    assert sim.scheduler.stats()["replanned"] == 1
+    assert sim.code(follower) == "done"
+    assert sim.heard(follower) == [4, 4, 4]
