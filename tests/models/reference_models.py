@@ -116,16 +116,24 @@ def reference_logits(model: Any, prompt: list[int]) -> Tensor:
     return model(torch.tensor([prompt]), use_cache=False).logits[0]
 
 
-@torch.inference_mode()
 def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> Continuation:
     """transformers' own decoding over its own cache, never stopped by an end-of-sequence token."""
+    return batched_greedy(model, [prompt], num_tokens)[0]
+
+
+@torch.inference_mode()
+def batched_greedy(model: Any, prompts: list[list[int]], num_tokens: int) -> list[Continuation]:
+    """The same for several prompts at once, padded on the left and masked."""
     model.generation_config = GenerationConfig(
         max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True
     )
-    ids = torch.tensor([prompt])
-    result = model.generate(ids, attention_mask=torch.ones_like(ids))
-    best = torch.stack(result.logits)[:, 0].float().topk(2).values
-    return Continuation(result.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist())
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    result = model.generate(ids, attention_mask=mask)
+    best = torch.stack(result.logits, dim=1).float().topk(2).values
+    margins = (best[..., 0] - best[..., 1]).tolist()
+    return [Continuation(output, margin) for output, margin in zip(result.sequences[:, longest:].tolist(), margins, strict=True)]
 
 
 def first_divergence(output: list[int], reference: Continuation) -> tuple[int, float] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,20 @@ def test_progress_counts_stored_bytes(tmp_path: Path) -> None:
     [
         ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         (yarn_metadata(4.0, 32), {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}),
-        ({"rope.scaling.type": "none"}, {"rope_type": "default"}),
+        ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {"rope_type": "default"}),
+        (
+            {**yarn_metadata(4.0, 32), "rope.scaling.attn_factor": 0.75, "rope.scaling.yarn_beta_fast": 16.0},
+            # transformers' factor is the whole, the file's multiplies the usual one: 0.1 ln 4 + 1
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "attention_factor": 0.75 * (0.1 * math.log(4.0) + 1),
+                "beta_fast": 16.0,
+            },
+        ),
     ],
 )
 def test_scaled_ropes(metadata: dict[str, Any], parameters: dict[str, Any], tmp_path: Path) -> None:
@@ -183,6 +197,12 @@ def test_other_architectures_are_refused_with_what_is_supported(tmp_path: Path) 
 def test_other_storage_types_are_refused_with_what_is_supported(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", SHAPES["llama"], "Q5_0")
     with pytest.raises(UnsupportedModelError, match=r"token_embd\.weight is stored as Q5_0; supported: F32, F16, BF16, Q8_0"):
+        inspect_model(path)
+
+
+def test_two_scalings_at_once_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", SHAPES["llama"], "F32", metadata={"rope.scaling.factor": 2.0}, divisors=[1.0] * 32)
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight together with rope scaling 'linear'"):
         inspect_model(path)
 
 

@@ -180,7 +180,10 @@ def test_length_is_settled_and_fixes_only_length_dependent_ropes() -> None:
 
 
 def test_a_directory_is_described_without_its_weights_being_read(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no config\.json"):
+    with pytest.raises(ModelError, match=r"no config\.json; a model is a GGUF file"):
+        inspect_model(tmp_path)
+    (tmp_path / "tiny.gguf").touch()
+    with pytest.raises(ModelError, match=r"no config\.json; name one of its GGUF files: tiny\.gguf"):
         inspect_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**BASE, "eos_token_id": 2, "dtype": "bfloat16"}))
     with pytest.raises(WeightsError, match="no weights"):

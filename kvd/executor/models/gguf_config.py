@@ -148,29 +148,34 @@ def _refuse_features(metadata: _Metadata) -> None:
 
 def _rope(metadata: _Metadata, positions: int, divisors: tuple[float, ...]) -> RopeSpec:
     theta = metadata.number("rope.freq_base", default=10_000.0)
-    kind = metadata.own("rope.scaling.type") or "none"
-    factor = metadata.number("rope.scaling.factor", default=0.0) or 1.0
+    # Files that state a factor and no type mean linear scaling; the oldest keep the factor under another key.
+    kind = metadata.own("rope.scaling.type") or "linear"
+    factor = metadata.number("rope.scaling.factor", default=0.0) or metadata.number("rope.scale_linear", default=0.0) or 1.0
+    attention = metadata.number("rope.scaling.attn_factor", default=1.0)
     if kind not in ("none", "linear", "yarn"):
         raise UnsupportedModelError(
             f"{metadata.origin}: rope scaling {kind!r} is not supported in GGUF files; supported: none, linear, yarn"
         )
+    if not factor >= 1:
+        raise ModelError(f"{metadata.origin}: rope scaling factor {factor} must be at least 1")
+    plain = kind == "none" or (kind == "linear" and factor == 1)
     if divisors:
-        if kind != "none":
+        if not plain:
             raise UnsupportedModelError(f"{metadata.origin}: tensor {ROPE_DIVISORS} together with rope scaling {kind!r} is not supported")
-        return RopeSpec(type=RopeType.DIVISORS, theta=theta, divisors=divisors)
-    if kind == "none" or factor == 1:
-        return RopeSpec(theta=theta)
+        return RopeSpec(type=RopeType.DIVISORS, theta=theta, divisors=divisors, attention_factor=attention)
+    if plain:
+        return RopeSpec(theta=theta, attention_factor=attention)
     if kind == "linear":
-        return RopeSpec(type=RopeType.LINEAR, theta=theta, factor=factor)
+        return RopeSpec(type=RopeType.LINEAR, theta=theta, factor=factor, attention_factor=attention)
     if metadata.number("rope.scaling.yarn_ext_factor", default=1.0) != 1:
         raise UnsupportedModelError(f"{metadata.origin}: a YaRN extrapolation factor other than 1 is not supported")
-    attention = metadata.number("rope.scaling.attn_factor", default=1.0) * metadata.number("rope.scaling.yarn_attn_factor", default=1.0)
+    attention *= metadata.number("rope.scaling.yarn_attn_factor", default=1.0) * yarn_attention_factor(factor)
     return RopeSpec(
         type=RopeType.YARN,
         theta=theta,
         factor=factor,
         original_max_positions=metadata.own_integer("rope.scaling.original_context_length", default=positions),
-        attention_factor=attention * yarn_attention_factor(factor),
+        attention_factor=attention,
         beta_fast=metadata.number("rope.scaling.yarn_beta_fast", default=32.0),
         beta_slow=metadata.number("rope.scaling.yarn_beta_slow", default=1.0),
     )

@@ -167,12 +167,9 @@ class _Cursor:
         return list(struct.unpack(f"<{length}{_SCALARS[kind]}", self.take(length * item_bytes)))
 
     def _step_over_strings(self, length: int) -> None:
-        offset, size, length_of = self.offset, self.size, struct.Struct("<Q").unpack_from
+        offset, last, length_of = self.offset, self.size - 8, struct.Struct("<Q").unpack_from
         for _ in range(length):
-            if offset + 8 > size:
-                break
+            if offset > last:
+                raise WeightsError(f"{self.origin}: truncated GGUF file: its vocabulary goes on beyond {self.size} bytes")
             offset += 8 + length_of(self._map, offset)[0]
         self.offset = offset
-        self.take(0)
-        if offset > size:
-            raise WeightsError(f"{self.origin}: truncated GGUF file: its vocabulary goes on beyond {size} bytes")

@@ -35,6 +35,7 @@ _REFUSED_IF_SET = {
     "num_experts": "mixture of experts",
     "n_routed_experts": "mixture of experts",
     "dual_chunk_attention_config": "dual chunk attention",
+    "use_mrope": "multi-axis rope",
     "final_logit_softcapping": "capped logits",
     "attn_logit_softcapping": "capped attention",
 }
@@ -71,7 +72,13 @@ def inspect_directory(path: Path) -> ModelSpec:
     """
     origin = path / "config.json"
     if not origin.exists():
-        raise ModelError(f"{path}: no config.json; a model is a GGUF file or a Hugging Face directory with safetensors weights")
+        files = ", ".join(sorted(file.name for file in path.glob("*.gguf")))
+        hint = (
+            f"name one of its GGUF files: {files}"
+            if files
+            else "a model is a GGUF file or a Hugging Face directory with safetensors weights"
+        )
+        raise ModelError(f"{path}: no config.json; {hint}")
     config = read_json(origin)
     generation = path / "generation_config.json"
     eos = _eos_ids(config) + (_eos_ids(read_json(generation)) if generation.exists() else ())
