@@ -47,6 +47,12 @@ class TextResult:
     text: str | None = None
     error: RequestError | None = None
 
+    def require_ids(self) -> PackedTokens:
+        """The ids; raises the error if there is one."""
+        if self.error is not None:
+            raise self.error
+        return self.token_ids
+
 
 def run_text_job(job: TextJob, text: Text, date: str) -> TextResult:
     """Render and tokenise; raises nothing."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvd_client.protocol.codec import encode
 from kvd_client.protocol.messages import Failed, Message
 
 from kvd.commands import Command, Hello, Snapshot
 from kvd.config import TransportConfig
+from kvd.observe.logging import get_logger
 from kvd.transport.bodies import TextJob
 from kvd.transport.counters import Counters
 from kvd.transport.errors import RequestError
 from kvd.transport.ports import Text
 from kvd.types import RETRYABLE_CODES, ErrorCode
 
+_MAX_FAILURE_CHARS = 2000
 RETRY_AFTER_S = 0.5
 """What a retryable refusal advises when nothing better is known."""
 
@@ -50,6 +53,7 @@ class Edge:
     stopped: bool = False
     outgoing: list[Outgoing] = field(default_factory=list)
     text_jobs: list[TextJob] = field(default_factory=list)
+    log: Any = field(default_factory=lambda: get_logger("transport"))
     num_text_jobs: int = 0
     num_text_bytes: int = 0
 
@@ -63,7 +67,7 @@ class Edge:
             peer,
             Failed(
                 code=error.code,
-                message=error.message,
+                message=error.message[:_MAX_FAILURE_CHARS],
                 request_id=request_id,
                 op_id=op_id,
                 retryable=error.code in RETRYABLE_CODES,
@@ -88,6 +92,12 @@ class Edge:
         """The answer while the daemon is not ready."""
         retry_after_s = max(self.snapshot.ready_in_s, RETRY_AFTER_S)
         return RequestError(ErrorCode.STARTING, f"the daemon is {self.snapshot.state}", retry_after_s=retry_after_s)
+
+    def internal_error(self, error: Exception) -> RequestError:
+        """A fault of the daemon's own: counted, logged, and what the request that met it is told."""
+        self.counters.internal_errors += 1
+        self.log.error("internal_error", error=repr(error), exc_info=error)
+        return RequestError(ErrorCode.INTERNAL, f"the daemon met a fault of its own: {type(error).__name__}")
 
     def put_or_refuse(self, command: Command) -> None:
         """Hand a command to the engine.

@@ -78,14 +78,15 @@ class Operations:
             return False
         operation.client.num_text_jobs -= 1
         try:
-            if result.error is not None:
-                raise result.error
+            token_ids = result.require_ids()
             if isinstance(operation.message, Pin):
                 self._pin(operation, operation.message, result)
             else:
-                self._answer(operation, {"count": len(result.token_ids) // 4}, result.token_ids)
+                self._answer(operation, {"count": len(token_ids) // 4}, token_ids)
         except RequestError as error:
             self._refuse(operation, error)
+        except Exception as error:  # one operation's fault must not end the edge
+            self._refuse(operation, self._edge.internal_error(error))
         return True
 
     def on_done(self, event: OpDone) -> None:

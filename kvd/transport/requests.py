@@ -109,11 +109,11 @@ class Requests:
         request.client.num_text_jobs -= 1
         if self._requests.get(request.message.request_id) is request:
             try:
-                if result.error is not None:
-                    raise result.error
-                self._submit(request, result.token_ids, now)
+                self._submit(request, result.require_ids(), now)
             except RequestError as error:
                 self._fail(request, error)
+            except Exception as error:  # one request's fault must not end the edge
+                self._fail(request, self._edge.internal_error(error))
         return True
 
     # -------------------------------------------------------------------------------- from the socket
@@ -321,6 +321,7 @@ class Requests:
                 seed=request.seed,
             )
             self._edge.send(request.client.peer, finished)
+            self._log_finished(finished)
             if any(end.finish_reason == FinishReason.ABORTED for end in ends):
                 self._edge.counters.requests_aborted += 1
             else:
@@ -344,7 +345,22 @@ class Requests:
             request.may_retry = error.code in RETRYABLE_CODES
         self._drop(request.message.request_id, may_retry=request.may_retry)
 
+    def _log_finished(self, finished: Finished) -> None:
+        usage, timings = finished.usage, finished.timings
+        self._edge.log.info(
+            "request_finished",
+            request_id=finished.request_id,
+            finish_reasons=[end.finish_reason for end in finished.choices],
+            num_prompt_tokens=usage.prompt_tokens,
+            num_cached_tokens=usage.cached_tokens,
+            num_restored_tokens=usage.restored_tokens,
+            num_completion_tokens=usage.completion_tokens,
+            ttft_ms=timings.ttft_ms,
+            total_ms=timings.total_ms,
+        )
+
     def _send_failed(self, request: _Request, error: RequestError) -> None:
+        self._edge.log.info("request_failed", request_id=request.message.request_id, code=error.code, error=error.message)
         self._edge.send_failed(request.client.peer, error, request_id=request.message.request_id)
         self._edge.counters.requests_failed += 1
 

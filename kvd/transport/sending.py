@@ -27,6 +27,8 @@ class _Backlog:
     num_bytes: int = 0
     num_stream_messages: int = 0
     unreachable_since_s: float | None = None
+    cut_ids: set[bytes] = field(default_factory=set)
+    """Requests that lost stream messages since the last retry: the rest of the same batch would leave a gap (after it they have failed)."""
 
     def append(self, out: Outgoing) -> None:
         self.waiting.append(out)
@@ -43,6 +45,7 @@ class _Backlog:
         """Keep only what carries no tokens; how many messages were dropped."""
         num_dropped = self.num_stream_messages
         if num_dropped:
+            self.cut_ids.update(each.request_id for each in self.waiting if each.num_tokens)
             self.waiting = deque(each for each in self.waiting if not each.num_tokens)
             self.num_bytes = sum(each.num_bytes for each in self.waiting)
             self.num_stream_messages = 0
@@ -94,6 +97,7 @@ class Sender:
     def retry(self, now: float) -> None:
         """Try again what waits."""
         for peer, backlog in tuple(self._backlogs.items()):
+            backlog.cut_ids.clear()
             while backlog.waiting:
                 attempt = self._attempt(backlog.waiting[0])
                 if attempt is not Attempt.SENT:
@@ -121,8 +125,10 @@ class Sender:
         if backlog.num_bytes + out.num_bytes > limit:
             self._on_dropped(backlog.drop_stream_messages())
             self._on_overflow(out.peer)
-            limit = 0 if out.num_tokens else 2 * limit
-        if backlog.num_bytes + out.num_bytes > limit:
+            if out.num_tokens:
+                backlog.cut_ids.add(out.request_id)
+        is_cut = out.num_tokens and out.request_id in backlog.cut_ids
+        if is_cut or backlog.num_bytes + out.num_bytes > 2 * limit:
             self._on_dropped(1)
         else:
             backlog.append(out)

@@ -30,7 +30,6 @@ from kvd_client.protocol.messages import (
 from kvd.commands import ChoiceDone, Command, Event, OpDone, OpFailed, RequestDone, RequestFailed, Snapshot, Stopped, TokensOut
 from kvd.commands import Hello as EngineHello
 from kvd.config import TransportConfig
-from kvd.observe.logging import get_logger
 from kvd.transport.bodies import TextJob, TextResult
 from kvd.transport.clients import Client, Clients
 from kvd.transport.counters import Counters
@@ -56,7 +55,6 @@ class Session:
         self._requests = Requests(self._edge, lambda: next(numbers))
         self._operations = Operations(self._edge, lambda: next(numbers))
         self._text_sizes: dict[int, int] = {}
-        self._log = get_logger("transport")
 
     # -------------------------------------------------------------------------------- out
 
@@ -123,9 +121,7 @@ class Session:
             counters.refused += 1
             self._edge.send_failed(peer, error, request_id=request_id, op_id=op_id)
         except Exception as error:  # our own fault; one message must not end the edge
-            self._internal_error(error)
-            failure = RequestError(ErrorCode.INTERNAL, f"the daemon could not handle this message: {type(error).__name__}")
-            self._edge.send_failed(peer, failure, request_id=request_id, op_id=op_id)
+            self._edge.send_failed(peer, self._edge.internal_error(error), request_id=request_id, op_id=op_id)
 
     def on_sent(self, out: Outgoing) -> None:
         """The peer's socket took a message."""
@@ -138,7 +134,7 @@ class Session:
         """The peer's connection is gone and did not come back: its requests are aborted, nobody is told."""
         client = self._clients.remove(peer)
         if client is not None:
-            self._edge.counters.clients_gone += 1
+            self._count_gone(client, "the connection is gone")
             self._requests.forget_client(client)
 
     def on_overflow(self, peer: bytes) -> None:
@@ -146,6 +142,7 @@ class Session:
         client = self._clients.get(peer)
         if client is not None and client.request_ids:
             self._edge.counters.clients_too_slow += 1
+            self._edge.log.warning("client_too_slow", client=peer, num_requests=len(client.request_ids))
             limit = self._edge.config.max_backlog_bytes
             self._requests.fail_client(client, RequestError(ErrorCode.CLIENT_TOO_SLOW, f"more than {limit} bytes wait for this client"))
 
@@ -157,17 +154,15 @@ class Session:
             try:
                 self._on_event(event, now)
             except Exception as error:  # a fault in one stream must not end the others
-                self._internal_error(error)
-                request_id = getattr(event, "request_id", b"")
-                failure = RequestError(ErrorCode.INTERNAL, f"the daemon could not deliver this request: {type(error).__name__}")
-                self._requests.fail_one(request_id, failure, engine_is_done=isinstance(event, RequestDone | RequestFailed))
+                failure, is_done = self._edge.internal_error(error), isinstance(event, RequestDone | RequestFailed)
+                self._requests.fail_one(getattr(event, "request_id", b""), failure, engine_is_done=is_done)
 
     def tick(self, now: float) -> None:
         """Let time pass: clients that have been silent for too long, reports that the engine is too busy for."""
         self._operations.tick(now)
         for client in self._clients.take_silent(now - self._edge.config.client_timeout_s):
             if client.num_open:
-                self._edge.counters.clients_gone += 1
+                self._count_gone(client, "it has been silent")
             self._requests.abort_client(client, now)
 
     # -------------------------------------------------------------------------------- inside
@@ -175,11 +170,15 @@ class Session:
     def _hear(self, peer: bytes, now: float) -> Client:
         client, forgotten = self._clients.hear(peer, now)
         if forgotten is not None and forgotten.num_open:
-            self._edge.counters.clients_gone += 1
+            self._count_gone(forgotten, "it made room for another")
             limit = self._edge.config.max_clients
             error = RequestError(ErrorCode.OVERLOADED, f"the daemon talks to {limit} clients at once", retry_after_s=RETRY_AFTER_S)
             self._requests.fail_client(forgotten, error)
         return client
+
+    def _count_gone(self, client: Client, reason: str) -> None:
+        self._edge.counters.clients_gone += 1
+        self._edge.log.info("client_gone", client=client.peer, reason=reason, num_requests=len(client.request_ids))
 
     def _decode(self, frames: list[bytes]) -> tuple[ClientMessage, list[bytes]]:
         config = self._edge.config
@@ -272,10 +271,6 @@ class Session:
         error = RequestError(ErrorCode.DRAINING, "the daemon has stopped", retry_after_s=1.0)
         self._requests.on_stopped(error)
         self._operations.on_stopped(error)
-
-    def _internal_error(self, error: Exception) -> None:
-        self._edge.counters.internal_errors += 1
-        self._log.error("internal_error", error=repr(error), exc_info=error)
 
 
 def _id_in(header: dict[str, object], key: str) -> bytes:

@@ -20,7 +20,7 @@ def request_id(number: int) -> bytes:
 
 
 class Harness:
-    def __init__(self, *, ready: bool = True, deliver: bool = True, **config: Any) -> None:
+    def __init__(self, *, ready: bool = True, deliver: bool = True, text: ByteText | None = None, **config: Any) -> None:
         self.now = 100.0
         self.config = TransportConfig(**config)
         self.engine = EchoEngine()
@@ -30,8 +30,9 @@ class Harness:
         self.undelivered: list[Outgoing] = []
         self.received: list[tuple[bytes, ServerMessage, list[bytes]]] = []
         self.session = Session(self.config, put=self._put, instance=INSTANCE, version="1.2.3", drain_timeout_s=30.0)
+        self.text = text or ByteText()
         if ready:
-            self.session.set_text(ByteText())
+            self.session.set_text(self.text)
             self.session.on_events([ENGINE_HELLO, Snapshot("ready", {"state": "ready", "from": "snapshot"}, {"a": 1})], self.now)
 
     def _put(self, command: Command) -> bool:
@@ -53,7 +54,7 @@ class Harness:
     def settle(self) -> None:
         """Run text jobs and deliver what is to be sent."""
         for job in self.session.take_text_jobs():
-            self.session.on_text(run_text_job(job, ByteText(), "2026-01-01"), self.now)
+            self.session.on_text(run_text_job(job, self.text, "2026-01-01"), self.now)
         for out in self.session.take_outgoing():
             message, bodies = decode_server(out.frames)
             self.received.append((out.peer, message, bodies))

@@ -160,3 +160,17 @@ def test_a_peer_that_blocks_is_not_gone():
     for now in (1.0, 50.0, 100.0):
         peers.sender.retry(now)
     assert peers.gone == []
+
+
+def test_after_the_bound_nothing_follows_that_would_leave_a_gap():
+    peers = Peers(max_backlog_bytes=10_000)
+    peers.state[b"a"] = Attempt.FULL
+    for number in range(14):
+        peers.sender.send(stream(b"a", number), 0.0)
+    peers.sender.send(Outgoing(b"a", [b"new"], b"another request", 1), 0.0)
+    peers.state[b"a"] = Attempt.SENT
+    peers.sender.retry(0.0)
+    assert [out.frames[0] for out in peers.taken] == [b"new"]
+    assert peers.dropped == 14
+    peers.sender.send(stream(b"a", 14), 0.0)
+    assert len(peers.taken) == 2, "with the backlog gone all is as before"

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 import pytest
-from edge_fakes import EOS, INSTANCE
+from edge_fakes import EOS, INSTANCE, ByteText
 from edge_harness import Harness, only_failed, request_id, text_of
 from kvd_client.protocol.codec import pack_body, unpack_body
 from kvd_client.protocol.messages import (
@@ -19,6 +19,7 @@ from kvd_client.protocol.messages import (
     Generate,
     Hello,
     HelloReply,
+    Pin,
     Ping,
     Pong,
     Prefixes,
@@ -34,6 +35,7 @@ from kvd_client.protocol.messages import (
 from kvd.commands import Abort as AbortCommand
 from kvd.commands import ChoiceDone, FinishChoice, Grant, RequestDone, RequestFailed, RequestUsage, Snapshot, Stopped, Submit, TokensOut
 from kvd.commands import Drain as DrainCommand
+from kvd.text.errors import TextError
 from kvd.types import pack_tokens, unpack_tokens
 
 
@@ -678,3 +680,33 @@ def test_drain_carries_its_deadline():
     assert [command.timeout_s for command in harness.commands if isinstance(command, DrainCommand)] == [30.0, 2.5]
     harness.send(Drain(op_id=request_id(3), timeout_s=math.nan))
     assert only_failed(harness.take_messages()).code == "bad_request"
+
+
+def test_a_failure_of_any_length_fits_its_message():
+    class Talkative(ByteText):
+        def encode(self, text):
+            raise TextError("x" * 1_000_000)
+
+    harness = Harness(text=Talkative())
+    harness.generate()
+    failed = only_failed(harness.take_messages())
+    assert failed.code == "bad_request"
+    assert 0 < len(failed.message) < 10_000
+
+
+def test_a_fault_of_the_text_model_is_the_requests_alone():
+    class Faulty(ByteText):
+        def detokenizer(self, prompt_ids):
+            raise ZeroDivisionError
+
+        digest = property(lambda self: 1 / 0)
+
+    harness = Harness(text=Faulty())
+    harness.generate()
+    assert only_failed(harness.take_messages()).code == "internal"
+    harness.send(Pin(op_id=request_id(1), name="a", input="text"), b"x" * 20)
+    assert only_failed(harness.take_messages()).code == "internal"
+    assert harness.session.num_requests == 0
+    harness.generate(2, text=False)
+    harness.run()
+    assert isinstance(harness.take_messages()[-1], Finished)
