@@ -27,7 +27,7 @@ from kvd.storage.planner import Planner, PlannerLimits
 from kvd.storage.ports import BlockIO, Clock, Leases, Log, RehydrationCache, StorageInbox
 from kvd.storage.recipes import RecipeStore
 from kvd.storage.recovery import WAL_NAME, Recovered, adopt_recipes, recover
-from kvd.storage.rehydrate import Loaded, Rehydration, choose, recompute_candidates
+from kvd.storage.rehydrate import Loaded, Rehydration, choose, mark_unreachable, recompute_candidates
 from kvd.storage.staging import StagingPool
 from kvd.storage.start_guard import STABLE_AFTER_S, StartGuard
 from kvd.storage.store_thread import StoreThread
@@ -270,7 +270,8 @@ class Storage:
         if loaded.store_error:
             self._log.error("rehydrate.store_failed", error=loaded.store_error)
         room = max(0, max_blocks - loaded.num_blocks)
-        chains = recompute_candidates(index, loaded.in_memory, room) if recompute_pins else []
+        reachable = mark_unreachable(index)
+        chains = recompute_candidates(index, reachable, loaded.in_memory, room) if recompute_pins else []
         pending = tuple(name for name, chain in self._pin_chains if not all(key in loaded.in_memory for key in chain))
         running.store.start()
         running.planner.start(running.store, degraded_reason=running.recovered.store_error)
@@ -336,9 +337,15 @@ class Storage:
     def _count_as_good_in(self, delay_s: float) -> None:
         if self._stable_timer is not None:
             self._stable_timer.cancel()
-        self._stable_timer = threading.Timer(delay_s, self._guard.clear)  # its fsync is not for the engine thread
+        self._stable_timer = threading.Timer(delay_s, self._count_as_good)  # its fsync is not for the engine thread
         self._stable_timer.daemon = True
         self._stable_timer.start()
+
+    def _count_as_good(self) -> None:
+        try:
+            self._guard.clear()
+        except OSError as error:
+            self._log.warning("storage.marker_stays", error=str(error))
 
     # -------------------------------------------------------------------------------- while the engine runs
 
@@ -444,5 +451,5 @@ class Storage:
         if self._recipes is not None:
             self._recipes.close(_STOP_S)
         if clean:
-            self._guard.clear()
+            self._count_as_good()
         self._lock.release()

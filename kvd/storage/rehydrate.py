@@ -243,15 +243,23 @@ class Rehydration:
         self._progress(loaded.num_blocks, self._num_total)
 
 
-def recompute_candidates(index: NodeIndex, in_memory: set[BlockHash], max_blocks: int) -> list[list[IndexNode]]:
-    """Chains that were used twice or more and have a block without bytes, the most valuable first; only the longest of each branch."""
+def mark_unreachable(index: NodeIndex) -> set[BlockHash]:
+    """The blocks that have bytes, and whose ancestors all have. The others' bytes can't be loaded and were not checked: they become suspect."""
+    reachable: set[BlockHash] = set()
+    for node in sorted(index.nodes.values(), key=lambda each: each.depth):
+        if node.stored_bytes:
+            if not node.is_suspect and (node.parent is None or node.parent.block_hash in reachable):
+                reachable.add(node.block_hash)
+            else:
+                node.is_suspect = True
+    return reachable
+
+
+def recompute_candidates(index: NodeIndex, reachable: set[BlockHash], in_memory: set[BlockHash], max_blocks: int) -> list[list[IndexNode]]:
+    """Chains that were used twice or more and can't be loaded whole, the most valuable first; only the longest of each branch."""
     hot = [node for node in index.nodes.values() if node.uses >= 2]
     inner = {node.parent.block_hash for node in hot if node.parent is not None}
-    restorable: set[BlockHash] = set()
-    for node in sorted(index.nodes.values(), key=lambda each: each.depth):
-        if node.stored_bytes and not node.is_suspect and (node.parent is None or node.parent.block_hash in restorable):
-            restorable.add(node.block_hash)
-    ends = [node for node in hot if node.block_hash not in inner and node.block_hash not in restorable]
+    ends = [node for node in hot if node.block_hash not in inner and node.block_hash not in reachable]
     chains: list[list[IndexNode]] = []
     counted = set(in_memory)
     for node in sorted(ends, key=lambda each: (index.value(each), each.last_use_unix_s), reverse=True):

@@ -429,10 +429,14 @@ def test_two_starts_that_died_set_the_store_aside_and_three_leave_the_pins_too(t
     world.stop()
 
 
-def test_a_minute_after_ready_a_start_counts_as_good(tmp_path, monkeypatch):
-    monkeypatch.setattr(persistence, "STABLE_AFTER_S", 0.0)
+@pytest.mark.parametrize("served", [False, True])
+def test_a_start_counts_as_good_a_minute_after_ready_or_when_it_has_served(tmp_path, monkeypatch, served):
+    monkeypatch.setattr(persistence, "STABLE_AFTER_S", 1000.0 if served else 0.0)
     world = World(tmp_path)
     world.storage.mark_ready()
+    if served:
+        assert (tmp_path / "starting").exists()
+        world.storage.mark_served()
     end = time.monotonic() + 10
     while (tmp_path / "starting").exists():
         assert time.monotonic() < end
