@@ -15,7 +15,8 @@ import torch
 from kvd.config import CacheConfig, ConfigError, ModelConfig, SchedulerConfig
 from kvd.executor.kv_pool import KvPool, row_bytes
 from kvd.executor.models.fingerprint import fingerprint
-from kvd.executor.models.spec import ModelSpec, fit_length, inspect_model
+from kvd.executor.models.inspect import inspect_model
+from kvd.executor.models.spec import ModelSpec, fit_length
 from kvd.executor.models.weights.load import load_decoder
 from kvd.executor.runner import TorchRunner
 from kvd.step import ExecutorOutput, SchedulerOutput

@@ -23,7 +23,8 @@ from reference_models import (
 )
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvd.executor.models.spec import ModelError, fit_length, inspect_model
+from kvd.executor.models.inspect import inspect_model
+from kvd.executor.models.spec import ModelError, fit_length
 from kvd.executor.models.weights.load import load_decoder
 
 pytestmark = [pytest.mark.torch, pytest.mark.oracle]

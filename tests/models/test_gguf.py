@@ -25,7 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvd.executor.models.gguf_file import STORAGE_TYPES, open_gguf
-from kvd.executor.models.spec import ModelError, RopeType, UnsupportedModelError, WeightsError, fit_length, inspect_model
+from kvd.executor.models.inspect import inspect_model
+from kvd.executor.models.spec import ModelError, RopeType, UnsupportedModelError, WeightsError, fit_length
 from kvd.executor.models.weights.gguf import GgufSource
 from kvd.executor.models.weights.load import load_decoder
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from kvd.executor.models.decoder import Decoder
 from kvd.executor.models.gguf_file import open_gguf
-from kvd.executor.models.spec import fit_length, inspect_model
+from kvd.executor.models.inspect import inspect_model
+from kvd.executor.models.spec import fit_length
 from kvd.executor.models.weights.load import load_decoder
 
 pytestmark = [pytest.mark.torch, pytest.mark.oracle, pytest.mark.model]

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.executor.models.hf_config import spec_from_config
-from kvd.executor.models.spec import ModelError, RopeSpec, RopeType, UnsupportedModelError, WeightsError, fit_length, inspect_model
+from kvd.executor.models.inspect import inspect_model
+from kvd.executor.models.spec import ModelError, RopeSpec, RopeType, UnsupportedModelError, WeightsError, fit_length
 
 BASE: dict[str, Any] = {
     "model_type": "llama",

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvd.executor.models.decoder import allocate_weights
-from kvd.executor.models.spec import Architecture, ModelError, ModelSpec, RopeSpec, UnsupportedModelError, WeightsError, inspect_model
+from kvd.executor.models.inspect import inspect_model
+from kvd.executor.models.spec import Architecture, ModelError, ModelSpec, RopeSpec, UnsupportedModelError, WeightsError
 from kvd.executor.models.weights.load import load_decoder
 from kvd.executor.models.weights.plan import assign
 

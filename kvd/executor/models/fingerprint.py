@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.executor.models.spec import ModelSpec, WeightsError
-from kvd.executor.models.weights.files import weight_files
+from kvd.executor.models.weight_files import weight_files
 
 KV_FORMAT_VERSION = 1
 """Raised whenever the meaning of a block's bytes changes in a way that no other field shows."""

@@ -18,7 +18,7 @@ from kvd.executor.models.spec import (
     check_shape,
     read_json,
 )
-from kvd.executor.models.weights.files import weight_files
+from kvd.executor.models.weight_files import weight_files
 
 _CLASSES = {
     Architecture.LLAMA: "LlamaForCausalLM",

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvd.executor.models.spec import ModelSpec, WeightsError
-from kvd.executor.models.weights.files import weight_files
+from kvd.executor.models.weight_files import weight_files
 
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
