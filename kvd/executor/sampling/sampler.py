@@ -65,9 +65,11 @@ def _choose(logits: Tensor, draws: Draws) -> Tensor:
     return chosen
 
 
-def _log_probabilities(logits: Tensor, which: np.ndarray, draws: Draws) -> Tensor:
+def _scaled(logits: Tensor, which: np.ndarray, draws: Draws) -> Tensor:
+    """A copy of the draws' logits over their temperatures: log p but for a constant."""
     temperature = torch.from_numpy(draws.temperature[which]).to(logits.device)
-    return torch.log_softmax(logits[_to(logits, which)] / temperature[:, None], dim=-1)
+    chosen = logits if len(which) == len(logits) else logits[_to(logits, which)]
+    return chosen / temperature[:, None]
 
 
 def _draw_untruncated(logits: Tensor, which: np.ndarray, draws: Draws, keys: np.ndarray, chosen: Tensor) -> None:
@@ -75,13 +77,13 @@ def _draw_untruncated(logits: Tensor, which: np.ndarray, draws: Draws, keys: np.
     at_once = max(1, _NOISE_VALUES // logits.shape[1])
     for first in range(0, len(which), at_once):
         part = which[first : first + at_once]
-        scores = _log_probabilities(logits, part, draws).add_(gumbel(keys[part], vocab))
+        scores = _scaled(logits, part, draws).add_(gumbel(keys[part], vocab))
         chosen[_to(logits, part)] = scores.argmax(dim=-1)
 
 
 def _draw_truncated(logits: Tensor, which: np.ndarray, draws: Draws, keys: np.ndarray, chosen: Tensor) -> None:
     """Look at the most likely ids first, and at more of them only for the draws whose threshold lies beyond."""
-    log_p = _log_probabilities(logits, which, draws)
+    log_p = torch.log_softmax(_scaled(logits, which, draws), dim=-1)
     vocab_size = logits.shape[1]
     for width in (*(width for width in _WIDTHS if width < vocab_size), vocab_size):
         values, ids = torch.topk(log_p, width, dim=-1)
