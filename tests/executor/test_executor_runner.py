@@ -10,11 +10,13 @@ import random  # noqa: E402
 
 import torch  # noqa: E402
 
+from kvd.executor.assemble import LateRunner  # noqa: E402
 from kvd.executor.input_batch import BatchError  # noqa: E402
 from kvd.executor.kv_pool import KvPool  # noqa: E402
 from kvd.executor.models.decoder import Decoder, allocate_weights  # noqa: E402
 from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec  # noqa: E402
 from kvd.executor.runner import TorchRunner  # noqa: E402
+from kvd.executor.worker import ExecutorThread  # noqa: E402
 from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, StartedRow  # noqa: E402
 from kvd.types import SamplingParams, pack_tokens  # noqa: E402
 
@@ -313,3 +315,21 @@ def test_an_empty_step_and_a_wrong_one(decoder):
         runner.execute(step(rows=[2], num_tokens=[1]))
     with pytest.raises(IndexError):
         runner.execute(step([start([VOCAB], [0])]))
+
+
+def test_steps_in_flight_follow_each_other_without_the_scheduler_knowing_the_tokens(decoder, expected):
+    runner, pool = make_runner(decoder=decoder)
+    late = LateRunner(pool, b"f" * 32)
+    late.attach(runner)
+    executor = ExecutorThread(late)
+    tickets = [executor.submit(step([start(prompt_of(37), range(20))]))]
+    tickets += [executor.submit(step(rows=[0], num_tokens=[1])) for _ in range(8)]
+    staging = bytearray(pool.row_bytes)
+    copied = executor.copy_out("target", [0], memoryview(staging))
+    assert [executor.collect(ticket).token_ids[0] for ticket in tickets] == expected[:9]
+    assert copied.wait(10)
+    assert copied.error is None
+    direct = bytearray(pool.row_bytes)
+    pool.read_blocks([0], memoryview(direct))
+    assert staging == direct != bytes(pool.row_bytes)
+    assert executor.close(timeout_s=10)
