@@ -6,7 +6,7 @@ PURE := .venv-pure
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 # OpenMP's threads spin while they wait: more of them than cores turn a test minute into ten.
-export OMP_WAIT_POLICY ?= PASSIVE
+export GOMP_SPINCOUNT ?= 1000
 PYTEST := $(BIN)/python -m pytest -q
 
 .PHONY: demo test setup model lint test-pure test-full bench install wheels clean

@@ -45,7 +45,7 @@ class DaemonProcess:
         if fake:
             command += ["--executor", "fake"]
         environ = {key: value for key, value in os.environ.items() if not key.startswith("KVD_") or key == "KVD_MODELS_DIR"}
-        environ |= {"OMP_WAIT_POLICY": "PASSIVE", **(env or {})}
+        environ |= env or {}
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen([*command, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environ, cwd=root)
         self.started_s = time.monotonic()
