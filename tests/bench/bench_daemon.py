@@ -10,7 +10,7 @@ Run it on a quiet machine: the load before the run is written down with the resu
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import json
 import os
 import platform
@@ -45,7 +45,7 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="kvd-bench-"))
     try:
         result = {
-            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+            "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
             "machine": f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores, {_memory_gib()} GiB, Linux {platform.release()}",
             "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
             "load_before": round(load, 2),
