@@ -10,6 +10,7 @@ figure of docs/decisions/0003-frontend-thread-or-process.md.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import tempfile
@@ -98,7 +99,7 @@ def p99(client: Client, num_tokens: int) -> float:
             time.perf_counter()
             for _ in client.generate(f"Story {number}.", stream=True, max_tokens=num_tokens, temperature=0.0, ignore_eos=True, text=False)
         ]
-        return [later - earlier for earlier, later in zip(times[4:-1], times[5:-1], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(times[4:])]
 
     with ThreadPoolExecutor(STREAMS) as pool:
         waits = sorted(gap for stream in pool.map(gaps, range(STREAMS)) for gap in stream)
