@@ -121,15 +121,20 @@ class Generations:
         """
         generation = max(self._highest(), self.current.generation) + 1
         temporary = self._temporary(generation)
-        Store.create(temporary, self._map_bytes, StoreMeta(self.current.store_uuid, generation, 0, now_unix_s, clean=False))
+        meta = StoreMeta(self.current.store_uuid, generation, 0, now_unix_s, clean=False)
+        try:
+            Store.create(temporary, self._map_bytes, meta)
+        except StoreFullError:
+            self._remove_aside()  # what is kept for people to look at yields to what serves
+            temporary = self._temporary(generation)
+            Store.create(temporary, self._map_bytes, meta)
         self._adopt(temporary, generation)
         return self._open_current()
 
     def set_aside(self) -> None:
         """Take the current generation, closed or never opened, out of use."""
         directory = self._directory()
-        for old in self._root.glob("*.aside"):
-            shutil.rmtree(old, ignore_errors=True)
+        self._remove_aside()
         if not directory.exists():
             return
         failpoint("store.aside.before_rename")
@@ -142,6 +147,10 @@ class Generations:
             shutil.rmtree(aside, ignore_errors=True)
 
     # -------------------------------------------------------------------------------- within
+
+    def _remove_aside(self) -> None:
+        for old in self._root.glob("*.aside"):
+            shutil.rmtree(old, ignore_errors=True)
 
     def _directory(self) -> Path:
         return self._root / str(self.current.generation)

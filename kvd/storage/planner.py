@@ -89,6 +89,7 @@ class Planner:
         self._logged_roots: set[BlockHash] = set()
         self._hot = HotBlocks(limits.max_wanted)
         self._unknown_pin = ""
+        self._in_fault = False
         self._outstanding: deque[Changes] = deque()
         self._operations = Operations()
         self._number = 0
@@ -291,6 +292,9 @@ class Planner:
             self._outstanding.popleft()
         self._wal.retire(result.applied_lsn)
         self._uncommitted = False
+        if self._in_fault and (result.block_hashes or not self._hot.pending()):
+            self._in_fault = False
+            self._log.info("storage.resumed")
         self.last_checkpoint_s = self._clock.monotonic()
         self.num_checkpoints += 1
         self.num_committed_bytes += result.num_bytes
@@ -300,13 +304,16 @@ class Planner:
         self._operations.committed(len(result.block_hashes), result.num_bytes, result.number)
 
     def _degraded(self, result: Degraded) -> None:
-        self._log.error("storage.degraded", reason=result.reason, generation_lost=result.generation_lost)
+        is_news = not self._in_fault
+        self._in_fault = True
+        if is_news or result.generation_lost:
+            self._log.error("storage.degraded", reason=result.reason, generation_lost=result.generation_lost)
         self._become_degraded(result.reason)
         self._release(result.block_hashes)
         if result.generation_lost:
             self._index.forget_stored()
             self._logged_roots.clear()
-        else:  # full: free pages let the file go on without growing
+        elif is_news:  # full: free pages let the file go on without growing
             self.num_expired_bytes += self._index.expire_bytes(int(self._index.stored_bytes * _FULL_EXPIRE_FRACTION))
 
     def _become_degraded(self, reason: str) -> None:
@@ -341,7 +348,6 @@ class Planner:
                     index.dropped_bytes.add(block_hash)
 
     def _resumed(self) -> None:
-        self._log.info("storage.resumed")
         self.degraded_reason = ""
         self._next_checkpoint_s = self._clock.monotonic()
         for node in self._index.nodes.values():
@@ -442,7 +448,8 @@ class Planner:
         now = self._clock.monotonic()
         if now < self._no_room_until_s and not node.num_pins:
             return False
-        freed = index.expire_bytes(max(needed, int(limits.max_block_bytes * _EXPIRE_FRACTION)), below=index.rank(node))
+        below = (True, 0.0, 0) if node.num_pins else index.rank(node)  # one pin's bytes never make room for another's
+        freed = index.expire_bytes(max(needed, int(limits.max_block_bytes * _EXPIRE_FRACTION)), below=below)
         self.num_expired_bytes += freed
         if freed < needed:
             self._no_room_until_s = now + limits.checkpoint_interval_s

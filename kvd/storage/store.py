@@ -31,6 +31,9 @@ _META_PAGE = struct.Struct("<16xII8x8xI44x48xQQ")
 _LMDB_MAGIC = 0xBEEFC0DE
 _LMDB_DATA_VERSION = 1
 _SHRINK_ROOM_BYTES = 1 << 20
+_SPARE_DISK_BYTES = 1 << 20
+_LOCK_FILE_BYTES = 8192
+"""Of lmdb's default 126 readers."""
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -104,6 +107,8 @@ class Store:
             _verify(self._path)
         size = self._path.stat().st_size
         with _translated():
+            if not readonly:
+                _allocate_lock_file(directory)
             self._env = lmdb.open(
                 str(directory),
                 # Above its budget it still needs a little room: removing things takes new pages first.
@@ -132,7 +137,9 @@ class Store:
             StoreFullError, StoreDamagedError: it could not be written.
         """
         with _translated():
-            env = lmdb.open(str(directory), map_size=map_bytes, max_dbs=len(schema.DATABASES), lib_version=0, meminit=False, mode=0o600)
+            env = lmdb.open(
+                str(directory), map_size=map_bytes, max_dbs=len(schema.DATABASES), lib_version=0, meminit=False, mode=0o600, lock=False
+            )
             try:
                 dbs = {name: env.open_db(name) for name in schema.DATABASES}
                 with env.begin(write=True) as txn:
@@ -140,7 +147,6 @@ class Store:
                 env.sync(True)
             finally:
                 env.close()
-            (directory / "lock.mdb").unlink(missing_ok=True)
 
     def close(self) -> None:
         self._env.close()
@@ -194,7 +200,13 @@ class Store:
             StoreFullError, StoreDamagedError: none can be begun.
         """
         with _translated():
+            self._env.reader_check()  # a tool that was killed while reading would keep freed pages from being used again
             return StoreTransaction(self, self._env.begin(write=True), self._dbs)
+
+    def disk_has_room(self, num_bytes: int) -> bool:
+        """Whether the file system has ``num_bytes`` to spare, and a little besides."""
+        free = os.statvfs(self._path)
+        return free.f_bavail * free.f_frsize > num_bytes + _SPARE_DISK_BYTES
 
     def cover_last_page(self) -> None:
         """Let the file reach its last page number: a page that was allocated and freed in one transaction is counted but never written,
@@ -267,10 +279,16 @@ class StoreTransaction:
         self._put(schema.META_KEY, schema.pack_meta(meta), schema.DB_META)
 
     def commit(self) -> None:
-        failpoint_translated("store.before_commit")
-        with _translated():
-            self._txn.commit()
-            self._store.cover_last_page()
+        try:
+            failpoint_translated("store.before_commit")
+            with _translated():
+                self._txn.commit()
+                self._store.cover_last_page()
+        except StoreDamagedError as error:
+            if self._store.disk_has_room(2 * self.num_bytes):
+                raise
+            # lmdb reports the short write of a full disk as an I/O error. Nothing that was committed has been touched.
+            raise StoreFullError(f"the disk is full ({error})") from error
         self._store.meta = self._meta
         failpoint_translated("store.after_commit")
 
@@ -290,6 +308,18 @@ def failpoint_translated(name: str) -> None:
     """A failpoint whose error counts as the store's own."""
     with _translated():
         failpoint(name)
+
+
+def _allocate_lock_file(directory: Path) -> None:
+    """Give lmdb's lock file its blocks before lmdb maps it for writing: it would leave a hole there, and writing to a mapped hole of a full disk is SIGBUS.
+
+    Without lmdb's lock a tool could not read beside the daemon; this is why it is not simply switched off.
+    """
+    fd = os.open(directory / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, _LOCK_FILE_BYTES)
+    finally:
+        os.close(fd)
 
 
 def _verify(path: Path) -> None:

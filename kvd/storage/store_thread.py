@@ -249,7 +249,8 @@ class StoreThread:
         txn.put_meta(meta)
         txn.commit()
         self._txn = None
-        self._retry_s = _RETRY_MIN_S
+        if txn.num_bytes:  # rows of nodes fit even on a full disk: only blocks show that the fault is over
+            self._retry_s = _RETRY_MIN_S
         hashes, self._txn_hashes = self._txn_hashes, []
         self._on_result(Committed(hashes, txn.num_bytes, self._number, self._applied_lsn, self._clock.monotonic() - began_s))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -66,6 +67,9 @@ class PoolRunner:
         self.fingerprint = fingerprint
         self.memory = bytearray(num_blocks * row_bytes)
         self.fail_reads = False
+        self.gate = threading.Event()
+        """Copies out wait while it is not set."""
+        self.gate.set()
 
     def groups(self):
         return (KvGroup("target", self.row_bytes, self.fingerprint),)
@@ -76,6 +80,7 @@ class PoolRunner:
     def read_blocks(self, group, block_ids, memory):
         if self.fail_reads:
             raise RuntimeError("device lost")
+        assert self.gate.wait(30)
         for index, block_id in enumerate(block_ids):
             memory[index * self.row_bytes : (index + 1) * self.row_bytes] = self.row(block_id)
 

@@ -12,8 +12,9 @@ from storage_harness import BLOCK_TOKENS, ROW_BYTES, World, chain_of, crash, pro
 from kvd.cache.hashing import Namespace
 from kvd.commands import Recipe
 from kvd.observe import failpoints
-from kvd.storage import persistence, store_thread
+from kvd.storage import persistence, planner, schema, store_thread
 from kvd.storage.errors import StateLockedError
+from kvd.storage.store import Store
 from kvd.storage.tools import block_extents, check_store, dump_store
 
 pytestmark = pytest.mark.store
@@ -528,3 +529,81 @@ def test_a_recipe_of_another_tokenizer_does_not_disturb(tmp_path):
     world = World(tmp_path)
     assert world.report.pins_pending == ()
     world.stop()
+
+
+def test_steps_go_on_and_leased_blocks_stay_while_a_copy_hangs(tmp_path):
+    world = World(tmp_path, num_blocks=16, checkpoint_bytes_per_step=3 * ROW_BYTES)
+    world.runner.gate.clear()
+    for _ in range(2):
+        world.ask(prompt(0, 81))
+    world.until(lambda: world.storage._running.copy_out._copies)
+    for number in range(1, 9):  # far more than the pool holds: everything that is not leased is evicted
+        world.ask(prompt(number, 113))
+    leased = world.storage._running.copy_out._copies[0].wanted
+    assert len(leased) == 3
+    for each in leased:
+        assert bytes(world.runner.row(each.block_id)) == row_of(each.block_hash)
+    world.runner.gate.set()
+    world.until(lambda: world.storage.stats()["blocks_under_way"] == 0)
+    assert world.storage.status()["blocks"] >= 3
+    world.stop()
+    assert check_store(tmp_path)["ok"]
+
+
+def test_events_beyond_the_bound_are_dropped_and_counted_and_a_pin_of_them_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(planner, "MAX_WAITING_EVENTS", -1)
+    world = World(tmp_path)
+    assert world.pin("system", prompt(9, 64)) == "recipe"
+    assert world.storage.stats()["lost_events"] > 0
+    assert world.storage.status()["nodes"] == 0
+    world.stop()
+
+
+def test_pins_above_the_disk_budget_are_kept_as_recipes_alone(tmp_path):
+    world = World(tmp_path, store_max_bytes=8 << 20, num_blocks=300, row_bytes=100_000)
+    assert world.pin("fits", prompt(1, 320)) == "recipe+bytes"
+    assert world.pin("too-much", prompt(2, 640)) == "recipe"
+    assert world.storage.status()["degraded"] is False
+    world.stop()
+    world = World(tmp_path, store_max_bytes=8 << 20, num_blocks=300, row_bytes=100_000)
+    assert world.report.pins_pending == ("too-much",)
+    world.stop()
+
+
+def test_the_short_write_of_a_full_disk_is_no_damage(tmp_path, arm, monkeypatch):
+    monkeypatch.setattr(store_thread, "_RETRY_MIN_S", 0.01)
+    world = World(tmp_path)
+    monkeypatch.setattr(Store, "disk_has_room", lambda _self, _num_bytes: False)
+    arm("store.before_commit=raise")
+    for _ in range(2):
+        world.ask(prompt(0, 81))
+    world.until(lambda: world.storage.stats()["degradations"] == 1)
+    world.until(lambda: world.storage.status()["blocks"] == 5)
+    faults = world.log.named("storage.degraded")
+    assert [fault["generation_lost"] for fault in faults] == [False]
+    assert "full" in faults[0]["reason"]
+    assert world.log.named("storage.resumed")
+    world.stop()
+    assert [path.name for path in (tmp_path / "kv").iterdir() if path.is_dir()] == ["1"]
+
+
+def test_the_lock_file_has_its_blocks_before_it_is_mapped(tmp_path):
+    world = World(tmp_path)
+    found = (tmp_path / "kv" / "1" / "lock.mdb").stat()
+    assert found.st_blocks * 512 >= found.st_size == 8192
+    world.stop()
+
+
+def test_two_groups_are_kept_together_or_not_at_all(tmp_path):
+    warm(tmp_path, 0)
+    store = Store(tmp_path / "kv" / "1", 1 << 24)
+    keys = list(store.block_keys())
+    txn = store.begin()
+    for key in keys:
+        txn.put_block("draft", key[-32:], memoryview(bytes(schema.value_bytes(10))))
+    txn.commit()
+    store.close()
+    world = World(tmp_path)  # there is no draft model now: its rows are removed, the target's used
+    assert world.report.num_blocks == 5
+    world.stop()
+    assert {entry["group"] for entry in dump_store(tmp_path) if entry["kind"] == "block"} == {"target"}
