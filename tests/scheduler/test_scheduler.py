@@ -171,6 +171,17 @@ def test_a_request_that_pins_made_impossible_fails_instead_of_hanging():
     assert sim.code(waiting) == "done"
 
 
+def test_a_waiting_request_that_pins_made_impossible_fails_too():
+    sim = make(num_blocks=10, max_pinned_fraction=0.5, max_running=3)
+    running = sim.submit(prompt(17, 1), max_tokens=12)
+    waiting = sim.submit(prompt(33, 2), max_tokens=4)
+    for _ in range(3):
+        sim.round()
+    sim.cache.pin("p", pack_tokens(prompt(16, 1)), namespace_of(b"", b""))
+    sim.finish_all()
+    assert (sim.code(running), sim.code(waiting)) == ("done", ErrorCode.KV_CAPACITY)
+
+
 # ---------------------------------------------------------------------------------------------------------------- sharing
 
 
@@ -348,6 +359,15 @@ def test_preemption_recomputes_little_and_loses_nothing(max_in_flight):
     assert computed <= 2 * (13 + 11) + 24, "a resumed sequence finds its blocks in the tree"
 
 
+def test_nobody_is_admitted_only_to_be_preempted():
+    sim = make(num_blocks=9, max_tokens_per_step=64)
+    sim.submit(prompt(17, 1), max_tokens=8)
+    second = sim.submit(prompt(16, 2), max_tokens=8)
+    sim.finish_all()
+    assert sim.scheduler.stats()["preemptions"] == 0
+    assert sim.heard(second) == [8]
+
+
 def test_a_lone_request_that_fills_the_pool_gets_on():
     sim = make(num_blocks=8, block_size=4)
     for _ in range(2):
@@ -410,6 +430,16 @@ def test_abort_at_any_moment(num_steps, max_in_flight):
     sim.check()
     sim.finish_all()
     assert sim.heard(bystander) == [6]
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_nothing_is_computed_beyond_the_last_token(max_in_flight):
+    sim = make(max_in_flight=max_in_flight)
+    request_id = sim.submit(prompt(60), max_tokens=4)
+    sim.finish_all()
+    assert sim.heard(request_id) == [4]
+    stats = sim.scheduler.stats()
+    assert (stats["prefill_tokens"], stats["decode_tokens"]) == (60, 3)
 
 
 def test_commands_for_unknown_requests_do_nothing():
