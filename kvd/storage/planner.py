@@ -385,6 +385,9 @@ class Planner:
             done(0, 0, f"events were lost: blocks of the pin {unknown} are not known")
             return
         self._send(commit=True)
+        for leaf in self._index.pins.values():  # those that found no room before get another try, or their refusal is told
+            for node in self._index.nodes[leaf].chain():
+                self._hot.consider(node)
         self._operations.begin(done, self._hot.pending(), self._number)
         self._set_eager()
 
