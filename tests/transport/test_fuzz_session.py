@@ -64,7 +64,7 @@ frames = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(messages=st.lists(frames, max_size=4))
 def test_rubbish_never_raises_and_a_valid_request_works_afterwards(messages):
     harness = Harness()
@@ -88,7 +88,7 @@ def attempt(decode, frames):
         return error
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(frames=st.lists(header_frames | truncated | nested | st.binary(max_size=64), max_size=4))
 def test_the_codec_decodes_or_says_why_not(frames):
     for decode in (decode_client, decode_server):
@@ -104,7 +104,7 @@ chat_values = scalars | st.lists(scalars, max_size=3) | st.dictionaries(st.text(
 chats = st.lists(st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls"]), chat_values, max_size=4), max_size=5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(body=chats.map(pack) | st.binary(max_size=80) | nested | st.just(b"\xdd\xff\xff\xff\xff") | st.just(b"\x91\xdf\xff\xff\xff\xff"))
 def test_a_chat_body_gives_ids_or_a_clear_failure(body):
     for is_prefix in (False, True):
