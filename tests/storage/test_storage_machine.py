@@ -130,7 +130,14 @@ class StorageMachine(RuleBasedStateMachine):
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-TestStorageMachine = StorageMachine.TestCase
-TestStorageMachine.settings = settings(
-    max_examples=12, stateful_step_count=14, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+class TestStorageMachine(StorageMachine.TestCase):
+    settings = settings(max_examples=12, stateful_step_count=14, deadline=None, suppress_health_check=SLOW)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+class TestStorageMachineForLong(StorageMachine.TestCase):
+    settings = settings(max_examples=200, stateful_step_count=30, deadline=None, suppress_health_check=SLOW)
