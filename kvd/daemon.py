@@ -116,6 +116,12 @@ class _Manager:
         elif state is State.DRAINING:
             self._notifier.stopping()
 
+    def on_last_checkpoint(self, timeout_s: float) -> None:
+        """The loop is over and feeds no watchdog any more; what is left of the stop takes at most ``timeout_s`` and the closing of each part."""
+        self._notifier.status("writing the last checkpoint")
+        self._notifier.end_watchdog()
+        self._notifier.extend_timeout(int(timeout_s * 1e6) + _EXTEND_USEC)
+
 
 def run(config: DaemonConfig) -> int:
     """Run the daemon on this thread until it ends; the exit code for the process (docs/operations.md, "Exit codes").
@@ -168,6 +174,7 @@ class Daemon:
             engine = self._open_engine(storage)
             end = self._serve(storage, engine)
             if end is LoopEnd.DRAINED and not self._failure:
+                self._manager.on_last_checkpoint(self._config.engine.drain_timeout_s)
                 storage.shutdown_checkpoint(self._clock.monotonic() + self._config.engine.drain_timeout_s)
                 clean = True
         except _StopDuringStart:
@@ -277,6 +284,8 @@ class Daemon:
             inbox=self._inbox,
             leases=cache,
             block_io=engine.executor,
+            block_size_tokens=config.cache.block_size_tokens,
+            block_size_tokens=config.cache.block_size_tokens,
         )
         work = self._rehydrate(storage, engine, cache)
         fingerprint = engine.fingerprint

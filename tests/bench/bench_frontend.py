@@ -1,10 +1,10 @@
-"""Thread or process for transport and text: what rendering and tokenising long chats does to running streams.
+"""Inter-token latency of 8 streams while long chats are rendered and tokenised, against none: the figures behind ``frontend``'s default.
 
-    python tests/bench/bench_frontend.py [--seconds 20] [--json FILE]
+    python tests/bench/bench_frontend.py [--model PATH] [--repeats 3] [--tokens 192] [--chat-tokens 8000] [--rate 10] [--json FILE]
 
-Eight streams decode on the default model; p99 of their inter-token latency is measured with nothing else going on, and with chats of about 8,000
-tokens rendered and tokenised at ten a second (`tokenize` requests, so that no other engine work is added). Both frontends, interleaved; the ratio is the
-figure of docs/decisions/0003-frontend-thread-or-process.md.
+For each mode a daemon of its own on the real model; in it, runs without and with the load alternate, so that both meet the same machine. The load
+comes from a process of its own, through ``tokenize``: it renders and tokenises as a ``chat`` does, and nothing of it reaches the engine. Run it on a
+quiet machine.
 """
 
 from __future__ import annotations
@@ -12,98 +12,122 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shutil
+import os
+import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvd_client import Client
 
-from kvd.cli import model_store
-from kvd.cli.demo_run import Daemon, system_prompt
-
-STREAMS = 8
-CHAT_TOKENS = 8000
-CHATS_PER_S = 10
+NUM_STREAMS = 8
+MODES = ("thread", "process")
+WORDS = "the quick brown fox jumps over the lazy dog and writes 12 letters to Grüße street while nobody is watching "
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=200, help="Tokens of each stream in a phase.")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--chat-tokens", type=int, default=8000)
+    parser.add_argument("--rate", type=float, default=10.0)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    rounds = [(frontend, *measure(frontend, options.tokens)) for _ in range(options.rounds) for frontend in ("thread", "process")]
-    result = {}
-    for frontend in ("thread", "process"):
-        alone = sorted(a for name, a, _ in rounds if name == frontend)
-        beside = sorted(b for name, _, b in rounds if name == frontend)
-        ratios = sorted(b / a for name, a, b in rounds if name == frontend)
-        result[frontend] = {"p99_ms_alone": alone, "p99_ms_beside_chats": beside, "ratio": ratios}
-        middle = len(ratios) // 2
+    parser.add_argument("--load", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.load:
+        make_load(arguments.load, arguments.chat_tokens, arguments.rate)
+        return
+    report = {
+        "load_average_before": os.getloadavg()[0],
+        "cores": os.cpu_count(),
+        "modes": {mode: measure(mode, arguments) for mode in MODES},
+    }
+    for mode, figures in report["modes"].items():
         print(
-            f"{frontend:8} p99 ITL alone {alone[middle]:.1f} ms, beside chats {beside[middle]:.1f} ms, ratios {[round(r, 2) for r in ratios]}"
+            f"{mode:8} p99 {figures['p99_ms_alone']:7.2f} ms alone {figures['p99_ms_loaded']:7.2f} ms loaded, ratio {figures['p99_ratio']:.2f}"
         )
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1))
 
 
-def measure(frontend: str, num_tokens: int) -> tuple[float, float]:
-    """p99 inter-token latency in milliseconds of the eight streams: alone, and beside the chats."""
-    root = Path(tempfile.mkdtemp(prefix="kvd-bench-"))
-    arguments = ["--model", str(model_store.resolve_model("")), "--kv-memory", "512MiB", "--frontend", frontend]
-    daemon = Daemon(root / "state", root / "log", arguments, None)
+def measure(mode: str, arguments: argparse.Namespace) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as root:
+        endpoint = f"ipc://{root}/s.sock"
+        model = ["--model", arguments.model] if arguments.model else []
+        serve = [sys.executable, "-m", "kvd", "serve", *model, "--state-dir", f"{root}/state", "--listen", endpoint, "--frontend", mode]
+        daemon = subprocess.Popen(serve, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            with Client(endpoint, timeout_s=600) as client:
+                client.wait_ready(timeout_s=300)
+                run_streams(client, arguments.tokens)
+                alone, loaded = [], []
+                for _ in range(arguments.repeats):
+                    alone.append(run_streams(client, arguments.tokens))
+                    loaded.append(run_loaded(client, endpoint, arguments))
+        finally:
+            daemon.terminate()
+            daemon.wait(60)
+    return {
+        **summary("alone", alone),
+        **summary("loaded", loaded),
+        "p99_ratio": statistics.median(percentile(run, 0.99) for run in loaded) / statistics.median(percentile(run, 0.99) for run in alone),
+    }
+
+
+def run_loaded(client: Client, endpoint: str, arguments: argparse.Namespace) -> list[float]:
+    command = [sys.executable, __file__, "--load", endpoint, "--chat-tokens", str(arguments.chat_tokens), "--rate", str(arguments.rate)]
+    load = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
-        with Client(daemon.endpoint, timeout_s=600) as client, Client(daemon.endpoint, timeout_s=600) as other:
-            daemon.wait_ready(client)
-            chat = [
-                {"role": "user", "content": _text_of(other, CHAT_TOKENS)},
-                {"role": "assistant", "content": "Yes."},
-                {"role": "user", "content": "Go on."},
-            ]
-            p99(client, 20)
-            alone = p99(client, num_tokens)
-            stop = threading.Event()
-            asking = threading.Thread(target=ask_at_rate, args=(other, chat, stop))
-            asking.start()
-            beside = p99(client, num_tokens)
-            stop.set()
-            asking.join()
+        assert load.stdout is not None
+        load.stdout.readline()
+        return run_streams(client, arguments.tokens)
     finally:
-        daemon.kill()
-        shutil.rmtree(root, ignore_errors=True)
-    return alone, beside
+        load.kill()
+        load.wait()
 
 
-def _text_of(client: Client, num_tokens: int) -> str:
-    text = system_prompt(1, num_tokens // 14)
-    have = len(client.tokenize(text))
-    return system_prompt(1, num_tokens // 14 * num_tokens // have)
+def run_streams(client: Client, num_tokens: int) -> list[float]:
+    """Seconds between the tokens of each of the streams, once all of them are past their first token."""
+    arrivals: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
+
+    def follow(index: int) -> None:
+        for _ in client.generate(f"{index} bottles of", stream=True, max_tokens=num_tokens, temperature=0, ignore_eos=True):
+            arrivals[index].append(time.perf_counter())
+
+    threads = [threading.Thread(target=follow, args=(index,)) for index in range(NUM_STREAMS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
+    return [later - earlier for times in arrivals for earlier, later in itertools.pairwise(times) if begin <= earlier and later <= end]
 
 
-def ask_at_rate(client: Client, chat: list[dict[str, str]], stop: threading.Event) -> None:
-    """Ten chats a second, whether or not the earlier ones are answered."""
-    with ThreadPoolExecutor(16) as pool:
-        next_s = time.monotonic()
-        while not stop.is_set():
-            pool.submit(client.tokenize, messages=chat)
-            next_s += 1 / CHATS_PER_S
-            time.sleep(max(0.0, next_s - time.monotonic()))
+def make_load(endpoint: str, chat_tokens: int, rate: float) -> None:
+    """Chats of about so many tokens at a steady rate, whether or not the last one is answered, until killed."""
+    with Client(endpoint, timeout_s=600) as client:
+        content = WORDS
+        while len(client.tokenize(messages=[{"role": "user", "content": content}])) < chat_tokens:
+            content += WORDS * 20
+        print("ready", flush=True)
+        due = time.monotonic()
+        for number in range(1 << 30):
+            chat = [{"role": "user", "content": f"{number} {content}"}]
+            threading.Thread(target=client.tokenize, kwargs={"messages": chat}, daemon=True).start()
+            due += 1 / rate
+            time.sleep(max(0.0, due - time.monotonic()))
 
 
-def p99(client: Client, num_tokens: int) -> float:
-    def gaps(number: int) -> list[float]:
-        times = [
-            time.perf_counter()
-            for _ in client.generate(f"Story {number}.", stream=True, max_tokens=num_tokens, temperature=0.0, ignore_eos=True, text=False)
-        ]
-        return [later - earlier for earlier, later in itertools.pairwise(times[4:])]
+def summary(name: str, runs: list[list[float]]) -> dict[str, float]:
+    return {f"p{round(q * 100)}_ms_{name}": round(statistics.median(percentile(run, q) for run in runs) * 1000, 3) for q in (0.5, 0.99)}
 
-    with ThreadPoolExecutor(STREAMS) as pool:
-        waits = sorted(gap for stream in pool.map(gaps, range(STREAMS)) for gap in stream)
-    return waits[int(len(waits) * 0.99)] * 1000
+
+def percentile(values: list[float], q: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(q * len(values)))]
 
 
 if __name__ == "__main__":
