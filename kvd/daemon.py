@@ -285,7 +285,6 @@ class Daemon:
             leases=cache,
             block_io=engine.executor,
             block_size_tokens=config.cache.block_size_tokens,
-            block_size_tokens=config.cache.block_size_tokens,
         )
         work = self._rehydrate(storage, engine, cache)
         fingerprint = engine.fingerprint
