@@ -36,7 +36,7 @@ from kvd.observe.notify import Notifier
 from kvd.observe.progress import Progress
 from kvd.scheduler.scheduler import Scheduler
 from kvd.storage.errors import RecipesUnreadableError, StateLockedError, UnknownFormatError
-from kvd.storage.persistence import Storage
+from kvd.storage.persistence import RehydrationReport, Storage
 from kvd.text.errors import TextError
 from kvd.text.model import TextModel, load_text_model
 from kvd.transport.errors import EndpointError
@@ -156,7 +156,9 @@ class Daemon:
             started_monotonic_s=self._clock.monotonic(),
         )
         self._loop: EngineLoop | None = None
+        self._loading: _Loading | None = None
         self._num_signals = 0
+        self._may_interrupt = False
         self._failure = ""
 
     def run(self) -> int:
@@ -170,6 +172,7 @@ class Daemon:
         clean = False
         try:
             storage = Storage.lock(self._config.storage, clock=self._clock)
+            self._allow_interrupts()
             frontend = self._start_frontend()
             engine = self._open_engine(storage)
             end = self._serve(storage, engine)
@@ -182,6 +185,7 @@ class Daemon:
             self._log.info("stopped_during_start")
             clean = True
         finally:
+            self._may_interrupt = False
             self._outbox.put([Stopped()])
             if frontend is not None:
                 frontend.stop(_FRONTEND_STOP_S)
@@ -190,6 +194,8 @@ class Daemon:
             if storage is not None:
                 storage.close(clean=clean)
         self._log.info("stopped", clean=clean)
+        if self._loading is not None and self._loading.is_alive():
+            os._exit(EXIT_OK)  # a thread inside torch would abort the interpreter's own way out
         return EXIT_OK if clean else EXIT_SOFTWARE
 
     # -------------------------------------------------------------------------------- start
@@ -333,6 +339,8 @@ class Daemon:
             on_state=lambda state: self._on_state(state, storage),
             on_served=storage.mark_served,
         )
+        if self._num_signals:  # one whose exception was lost in a callback
+            self._loop.request_drain()
         # What lives until the end is not looked at again by the collector: its pauses then depend on the requests alone.
         gc.collect()
         gc.freeze()
@@ -342,7 +350,7 @@ class Daemon:
         """Weights and blocks side by side; then the warm-up. What is left of the start is the loop's."""
         config = self._config
         started = self._clock.monotonic()
-        loading = _Loading(engine.load, self._manager)
+        loading = self._loading = _Loading(engine.load, self._manager)
         loading.start()
         self._publish(State.REHYDRATING)
         deadline_s = started + config.storage.rehydrate_timeout_s
@@ -356,44 +364,48 @@ class Daemon:
         bar.close()
         self._facts.rehydration = report.as_dict()
         self._facts.startup["rehydrate"] = self._since(started)
+        recipes, not_computed = self._current_recipes(storage.recipe_book.recipes(), report)
         loading.finish()
         self._facts.startup["weights_and_warm_up"] = self._since(started)
         self._log.info("rehydrated", **report.as_dict())
         now = self._clock.monotonic()
         return StartWork(
-            recipes=self._current_recipes(storage.recipe_book.recipes()) if report.recompute_pins else {},
+            recipes=recipes,
+            pins_not_computed=not_computed,
             recompute=report.recompute,
             pins_deadline_s=deadline_s,
             recompute_deadline_s=min(deadline_s, now + config.storage.recompute_budget_s),
         )
 
-    def _current_recipes(self, recipes: dict[str, Recipe]) -> dict[str, Recipe]:
-        """The recipes with the ids that this model's tokenizer gives; those made of another tokenizer's ids alone are left out, and logged."""
+    def _current_recipes(self, recipes: dict[str, Recipe], report: RehydrationReport) -> tuple[dict[str, Recipe], dict[str, str]]:
+        """The recipes with the ids that this model's text side gives them today; and those that are not to be computed, with the reason."""
         if not recipes:
-            return {}
+            return {}, {}
+        if not report.recompute_pins:
+            return {}, dict.fromkeys(recipes, f"not computed, for the {report.failed_starts} starts before died early; pin it again")
         text = load_text_model(self._text_source)
-        current = {}
+        current, not_computed = {}, {}
         for name, recipe in recipes.items():
-            token_ids = recipe.token_ids if recipe.tokenizer_digest == text.digest else self._render(recipe, text)
-            if token_ids is None:
-                self._log.warning(
-                    "pin_not_computed", name=name, reason="made of ids of another tokenizer; pin it again from text or messages"
-                )
-            else:
-                current[name] = msgspec.structs.replace(recipe, token_ids=token_ids)
-        return current
+            try:
+                current[name] = msgspec.structs.replace(recipe, token_ids=self._render(recipe, text))
+            except TextError as error:
+                not_computed[name] = str(error)
+                self._log.warning("pin_not_computed", name=name, reason=str(error))
+        return current, not_computed
 
-    def _render(self, recipe: Recipe, text: TextModel) -> bytes | None:
-        try:
-            if recipe.messages is not None:
-                return pack_tokens(
-                    text.system_prefix(recipe.messages, date=self._config.transport.template_date, args=recipe.template_args)
-                )
-            if recipe.text is not None:
-                return pack_tokens(text.encode(recipe.text))
-        except TextError as error:
-            self._log.warning("pin_not_rendered", name=recipe.name, error=str(error))
-        return None
+    def _render(self, recipe: Recipe, text: TextModel) -> bytes:
+        """The recipe's ids. Messages are always rendered: the template's date moves on though nothing else has changed.
+
+        Raises:
+            TextError: the template refuses the messages, or ids of another text side are all there is.
+        """
+        if recipe.messages is not None:
+            return pack_tokens(text.system_prefix(recipe.messages, date=self._config.transport.template_date, args=recipe.template_args))
+        if recipe.tokenizer_digest == text.digest:
+            return recipe.token_ids
+        if recipe.text is not None:
+            return pack_tokens(text.encode(recipe.text))
+        raise TextError("made of token ids under another tokenizer or chat template; pin it again from text or messages")
 
     # -------------------------------------------------------------------------------- state, signals, failures
 
@@ -417,9 +429,16 @@ class Daemon:
         self._num_signals += 1
         if self._num_signals > 1:
             os._exit(128 + signum)
-        if self._loop is None:
+        if self._loop is not None:
+            self._loop.request_drain()
+        elif self._may_interrupt:
             raise _StopDuringStart
-        self._loop.request_drain()
+
+    def _allow_interrupts(self) -> None:
+        """From here to the loop a signal ends the start wherever it is: what must be undone is known."""
+        self._may_interrupt = True
+        if self._num_signals:
+            raise _StopDuringStart
 
     def _on_frontend_failure(self, message: str) -> None:
         """On the edge's thread: without an edge nobody can be served, so end and be restarted."""

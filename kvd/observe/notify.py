@@ -57,6 +57,10 @@ class Notifier:
         """The engine loop has gone round; called by nothing but the loop, so it never blocks."""
         self._send("WATCHDOG=1", timeout_s=0.0)
 
+    def end_watchdog(self) -> None:
+        """The engine loop is over, on purpose; from here on the manager's stop timeout is the bound."""
+        self._send("WATCHDOG_USEC=0")
+
     def watchdog_interval_s(self) -> float | None:
         """Half of the manager's interval, the time between two ``watchdog()`` calls that it recommends; None: no watchdog."""
         return self._watchdog_s / 2 if self._watchdog_s > 0 else None
