@@ -65,6 +65,7 @@ class Simulation:
         if len(self.in_flight) >= self.max_in_flight:
             return None
         step = self.scheduler.schedule()
+        self.hear_cache()
         if step is not None:
             assert step.started or step.continued.rows
             self.in_flight.append((step, self.executor.execute(step)))
@@ -73,6 +74,7 @@ class Simulation:
     def collect(self):
         if self.in_flight:
             self.checker.take(self.scheduler.update(*self.in_flight.popleft()))
+            self.hear_cache()
 
     def round(self):
         step = self.submit_step()
@@ -99,16 +101,21 @@ class Simulation:
         if self.leases:
             self.cache.end_lease(self.leases.pop(0))
 
-    def check(self):
-        self.scheduler.check_invariants()
+    def hear_cache(self):
+        """Note what the cache says at once: the pool goes on changing."""
         for event in self.cache.take_events():
             if isinstance(event, BlockStored):
-                self.stored[event.block_hash] = (event.block_id, list(self.executor.pool[event.block_id]))
-                assert b"nan" not in self.executor.pool[event.block_id], "a failed row's block entered the tree"
+                content = list(self.executor.pool[event.block_id])
+                assert b"nan" not in content, "a failed row's block entered the tree"
+                self.stored[event.block_hash] = (event.block_id, content)
             elif isinstance(event, BlockRemoved):
                 assert self.stored.pop(event.block_hash)[0] == event.block_id
         for block, content in self.stored.values():
             assert self.executor.pool[block] == content, "a block in the tree was written"
+
+    def check(self):
+        self.scheduler.check_invariants()
+        self.hear_cache()
         assert self.executor.largest_step <= self.config.max_tokens_per_step
 
     def finish_all(self, max_rounds=1000):
