@@ -195,7 +195,7 @@ class Daemon:
                 storage.close(clean=clean)
         self._log.info("stopped", clean=clean)
         if self._loading is not None and self._loading.is_alive():
-            os._exit(EXIT_OK)  # a thread inside torch would abort the interpreter's own way out
+            os._exit(EXIT_OK if clean else EXIT_SOFTWARE)  # a thread inside torch would abort the interpreter's own way out
         return EXIT_OK if clean else EXIT_SOFTWARE
 
     # -------------------------------------------------------------------------------- start

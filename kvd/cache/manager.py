@@ -353,6 +353,10 @@ class CacheManager:
         """
         return self._pins.pin(name, token_ids, namespace)
 
+    def check_pin(self, name: str, token_ids: PackedTokens, namespace: Namespace) -> None:
+        """Raise the ``PinCapacityError`` that ``pin`` would, before the prefix is computed."""
+        self._pins.check(name, token_ids, namespace)
+
     def unpin(self, name: str) -> bool:
         """Give a pin up; whether there was one."""
         return self._pins.unpin(name)

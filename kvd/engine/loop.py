@@ -13,7 +13,7 @@ is over) its state is ``rehydrating``, and clients are answered ``starting``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -76,6 +76,8 @@ class StartWork:
     recipes: dict[str, Recipe] = field(default_factory=dict)
     recompute: Sequence[Submit] = ()
     """Logged prefixes whose bytes are gone, the most valuable first."""
+    pins_not_computed: Mapping[str, str] = field(default_factory=dict)
+    """Recipes that are kept as they are, by name, and why."""
     pins_deadline_s: float = 0.0
     """Monotonic time at which READY comes even with pins pending."""
     recompute_deadline_s: float = 0.0
@@ -144,9 +146,8 @@ class EngineLoop:
                 self._handle(command)
             self._keep_time()
             step = self._scheduler.schedule() if len(self._in_flight) < self._max_steps_in_flight else None
-            if step is not None:
-                self._step = step.step
-                self._in_flight.append((step, self._executor.submit(step)))
+            if step is not None and not self._start_step(step):
+                return LoopEnd.ENGINE_ERROR
             self._between_steps()
             if self._in_flight and (step is None or len(self._in_flight) >= self._max_steps_in_flight):
                 if not self._collect():
@@ -163,20 +164,33 @@ class EngineLoop:
 
     # -------------------------------------------------------------------------------- one round
 
+    def _start_step(self, step: SchedulerOutput) -> bool:
+        self._step = step.step
+        try:
+            ticket = self._executor.submit(step)
+        except Exception as error:  # a copy that storage asked for has failed before it
+            self._fail_everything((*(each for each, _ in self._in_flight), step), error)
+            return False
+        self._in_flight.append((step, ticket))
+        return True
+
     def _between_steps(self) -> None:
         """What happens while the executor works: the last step's tokens leave, storage looks and copies, eviction catches up."""
         self._flush()
         self._observer.set_queue_depth(self._scheduler.num_waiting)
-        self._observer.on_step(self._step, self._cache.take_events())
+        self._observe()
         self._cache.evict_to_watermark(_EVICT_BLOCKS_PER_STEP)
         self._on_progress(self._state)
+
+    def _observe(self) -> None:
+        self._observer.on_step(self._step, self._cache.take_events())
 
     def _collect(self) -> bool:
         step, ticket = self._in_flight.popleft()
         try:
             output = self._executor.collect(ticket)
         except Exception as error:  # whatever the executor raised: its state is unknown from here on
-            self._fail_everything(step, error)
+            self._fail_everything((step, *(each for each, _ in self._in_flight)), error)
             return False
         self._take(self._scheduler.update(step, output))
         if self._log_steps:
@@ -196,14 +210,15 @@ class EngineLoop:
             blocks_free=cache.num_free,
         )
 
-    def _fail_everything(self, step: SchedulerOutput, error: Exception) -> None:
-        self._log.error("engine_error", step=step.step, error=repr(error), exc_info=error)
+    def _fail_everything(self, steps: Sequence[SchedulerOutput], error: Exception) -> None:
+        """``steps`` are all that are in flight, the oldest first."""
+        self._log.error("engine_error", step=steps[0].step, error=repr(error), exc_info=error)
         message = f"the executor failed: {type(error).__name__}; the daemon restarts"
-        for failed in (step, *(each for each, _ in self._in_flight)):
-            self._take(self._scheduler.fail_step(failed, message))
+        for step in steps:
+            self._take(self._scheduler.fail_step(step, message))
         self._in_flight.clear()
         self._take(self._scheduler.fail_all(ErrorCode.DRAINING, "the daemon restarts after an executor failure"))
-        self._observer.on_step(self._step, self._cache.take_events())
+        self._observe()
         self._flush()
 
     def _take(self, events: Sequence[Event]) -> None:
@@ -248,10 +263,12 @@ class EngineLoop:
             case Unpin():
                 self._unsent += self._pins.unpin(command)
             case CheckpointNow():
+                self._observe()  # a checkpoint covers everything that happened before it was asked for
                 self._checkpoints.add(command.op_id)
                 self._observer.checkpoint_now(command.op_id)
             case RecipeDurable():
-                self._unsent += self._pins.on_recipe_durable(command)
+                self._observe()  # a pin's bytes are awaited by a checkpoint, which must know of them
+                self._take(self._pins.on_recipe_durable(command))
             case CheckpointDone():
                 self._checkpoint_done(command)
             case Drain():
@@ -294,7 +311,7 @@ class EngineLoop:
 
     def _begin(self, work: StartWork) -> None:
         self._work = work
-        self._take(self._pins.restore(work.recipes))
+        self._take(self._pins.restore(work.recipes, work.pins_not_computed))
         for command in work.recompute:
             self._recomputing.add(command.request_id)
             self._take(self._scheduler.submit(command, internal=True, background=True, origin=BlockOrigin.RECOMPUTED))
@@ -316,8 +333,7 @@ class EngineLoop:
 
     def _rehydrate(self, now: float) -> None:
         if self._recomputing and now >= self._work.recompute_deadline_s:
-            for request_id in tuple(self._recomputing):
-                self._take(self._scheduler.abort(request_id))
+            self._abort(tuple(self._recomputing))
         pins_left = self._pins.num_pending if now < self._work.pins_deadline_s else 0
         if not pins_left and not self._recomputing:
             self._enter(State.READY)
@@ -325,10 +341,17 @@ class EngineLoop:
             self._snapshot()
 
     def _drain(self, timeout_s: float) -> None:
+        deadline_s = self._clock.monotonic() + timeout_s
         if self._state is State.DRAINING:
+            self._drain_deadline_s = min(self._drain_deadline_s, deadline_s)
             return
-        self._drain_deadline_s = self._clock.monotonic() + timeout_s
+        self._drain_deadline_s = deadline_s
         self._enter(State.DRAINING)
+        self._abort((*self._recomputing, *self._pins.drain()))  # the start's own work, which nobody waits for
+
+    def _abort(self, request_ids: Sequence[bytes]) -> None:
+        for request_id in request_ids:
+            self._take(self._scheduler.abort(request_id))
 
     def _enter(self, state: State) -> None:
         self._state = state

@@ -7,14 +7,16 @@ A pin goes through these stages, each begun by the end of the one before:
     recorded    the recipe is written and fsynced (``RecipeDurable``)
     persisted   a checkpoint holds the bytes (``CheckpointDone``); a failing store degrades the acknowledgement to ``recipe``
 
-At start the stages up to *holding* are run for every recipe on disk; what rehydration restored is held without computing.
+At start the stages up to *holding* are run for every recipe on disk; what rehydration restored is held without computing. A pin of a name that
+exists takes the place of the old one: in memory when it is held, on disk when its recipe is durable.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from kvd.cache.events import BlockOrigin
@@ -36,6 +38,8 @@ from kvd.commands import (
 from kvd.engine.ports import CacheObserver, RecipeBook
 from kvd.scheduler.scheduler import Scheduler
 from kvd.types import TOKEN_BYTES, ErrorCode, SamplingParams
+
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -69,7 +73,8 @@ class Pins:
         self._recording: dict[bytes, _Pending] = {}
         self._persisting: dict[bytes, _Pending] = {}
         self._unpinning: dict[bytes, str] = {}
-        self._failed_at_start: dict[str, str] = {}
+        self._not_held: dict[str, str] = {}
+        self._is_draining = False
 
     # -------------------------------------------------------------------------------- operations
 
@@ -77,15 +82,13 @@ class Pins:
         """Begin a pin; ``OpDone`` or ``OpFailed`` follows when its fate is known."""
         recipe = command.recipe
         num_blocks = len(recipe.token_ids) // self._block_bytes
-        known = self._recipes.recipes().get(recipe.name)
-        if known is not None and known.token_ids != recipe.token_ids:
-            return [
-                OpFailed(command.op_id, ErrorCode.BAD_REQUEST, f"a pin named {recipe.name!r} with another prefix exists; unpin it first")
-            ]
         refusal = self._refuse(recipe, num_blocks)
         if refusal is not None:
             return [OpFailed(command.op_id, *refusal)]
-        return self._compute(_Pending(command.op_id, recipe, num_blocks), BlockOrigin.COMPUTED, background=False)
+        pending = _Pending(command.op_id, recipe, num_blocks)
+        if self._hold(pending):
+            return self._record(pending)
+        return self._compute(pending, BlockOrigin.COMPUTED, background=False)
 
     def unpin(self, command: Unpin) -> list[Event]:
         """Forget a pin, durably; its blocks stay cached and may be evicted from now on."""
@@ -93,29 +96,33 @@ class Pins:
             return [OpFailed(command.op_id, ErrorCode.NOT_FOUND, f"no pin is named {command.name!r}")]
         if command.name in self._cache.pins():
             self._cache.unpin(command.name)
-        self._failed_at_start.pop(command.name, None)
+        self._not_held.pop(command.name, None)
         self._unpinning[command.op_id] = command.name
         self._recipes.remove(command.op_id, command.name)
         return []
 
-    def restore(self, recipes: dict[str, Recipe]) -> list[Event]:
-        """Hold every recipe's prefix again at start; computes what rehydration did not bring back. Highest priority first."""
+    def restore(self, recipes: dict[str, Recipe], not_computed: Mapping[str, str] = _NOTHING) -> list[Event]:
+        """Hold every recipe's prefix again at start; computes what rehydration did not bring back. Highest priority first.
+
+        ``not_computed`` names the recipes that are kept as they are, and says why.
+        """
+        self._not_held.update(not_computed)
         events: list[Event] = []
         for recipe in sorted(recipes.values(), key=lambda each: (-each.priority, each.created_unix_s)):
             num_blocks = len(recipe.token_ids) // self._block_bytes
             refusal = self._refuse(recipe, num_blocks)
             if refusal is not None:
-                self._failed_at_start[recipe.name] = refusal[1]
+                self._not_held[recipe.name] = refusal[1]
                 continue
             pending = _Pending(b"", recipe, num_blocks)
-            try:
-                held = self._hold(pending)
-            except PinCapacityError as error:
-                self._failed_at_start[recipe.name] = str(error)
-                continue
-            if not held:
+            if not self._hold(pending):
                 events += self._compute(pending, BlockOrigin.RECOMPUTED, background=True)
         return events
+
+    def drain(self) -> list[bytes]:
+        """The daemon ends: the requests that compute what the start had to restore, which nobody waits for any more."""
+        self._is_draining = True
+        return [request_id for request_id, pending in self._computing.items() if not pending.op_id]
 
     # -------------------------------------------------------------------------------- what comes back
 
@@ -132,13 +139,11 @@ class Pins:
             held = self._hold(pending)
         except PinCapacityError as error:
             return self._fail(pending, ErrorCode.PIN_CAPACITY, str(error))
+        if not held and self._is_draining:
+            return self._fail(pending, ErrorCode.DRAINING, "the daemon is shutting down")
         if not held:
             return self._fail(pending, ErrorCode.KV_CAPACITY, "the prefix left the pool before it could be held; raise kv_memory")
-        if not pending.op_id:
-            return []
-        self._recording[pending.op_id] = pending
-        self._recipes.put(pending.op_id, pending.recipe)
-        return []
+        return self._record(pending) if pending.op_id else []
 
     def on_recipe_durable(self, command: RecipeDurable) -> list[Event]:
         name = self._unpinning.pop(command.op_id, None)
@@ -176,8 +181,8 @@ class Pins:
 
     @property
     def num_pending(self) -> int:
-        """Recipes whose prefix is not held yet."""
-        return len(self._computing)
+        """Recipes whose prefix this start has still to compute."""
+        return sum(1 for pending in self._computing.values() if not pending.op_id)
 
     @property
     def has_open_operations(self) -> bool:
@@ -187,20 +192,25 @@ class Pins:
     def report(self) -> list[dict[str, Any]]:
         """One entry a recipe, for ``kvd prefixes``."""
         held = self._cache.pins()
-        computing = {pending.recipe.name for pending in self._computing.values()}
+        computing = {pending.recipe.name: pending for pending in self._computing.values()}
+        size = self._cache.block_size_tokens
         entries = []
-        for recipe in self._recipes.recipes().values():
-            state = "held" if recipe.name in held else "computing" if recipe.name in computing else "failed"
-            num_blocks = len(recipe.token_ids) // self._block_bytes
+        for name, recipe in self._recipes.recipes().items():
+            if name in held:
+                state, num_tokens = "held", held[name].num_tokens
+            elif name in computing:
+                state, num_tokens = "computing", computing[name].num_blocks * size
+            else:
+                state, num_tokens = "not_held", len(recipe.token_ids) // self._block_bytes * size
             entries.append(
                 {
-                    "name": recipe.name,
-                    "tokens": num_blocks * self._cache.block_size_tokens,
+                    "name": name,
+                    "tokens": num_tokens,
                     "priority": recipe.priority,
                     "state": state,
-                    "reason": self._failed_at_start.get(recipe.name, ""),
+                    "reason": self._not_held.get(name, "") if state == "not_held" else "",
                     "created_unix_s": recipe.created_unix_s,
-                    "hits": held[recipe.name].uses if state == "held" else 0,
+                    "hits": held[name].uses if state == "held" else 0,
                 }
             )
         return entries
@@ -212,12 +222,10 @@ class Pins:
         if num_blocks == 0:
             num_tokens = len(recipe.token_ids) // TOKEN_BYTES
             return (ErrorCode.PIN_TOO_SHORT, f"a pin needs at least one full block of {size} tokens, this prefix has {num_tokens}")
-        limit = self._cache.max_pinned_blocks
-        if num_blocks > limit:
-            return (
-                ErrorCode.PIN_CAPACITY,
-                f"the prefix needs {num_blocks} blocks, pins may hold {limit} (max_pinned_fraction of {self._cache.num_blocks}); raise kv_memory or the fraction",
-            )
+        try:
+            self._cache.check_pin(recipe.name, recipe.token_ids, self._namespace_of(recipe.tenant_salt, recipe.adapter))
+        except PinCapacityError as error:
+            return (ErrorCode.PIN_CAPACITY, f"{error}; raise kv_memory or max_pinned_fraction")
         return None
 
     def _hold(self, pending: _Pending) -> bool:
@@ -231,7 +239,13 @@ class Pins:
             self._cache.pin(recipe.name, recipe.token_ids, self._namespace_of(recipe.tenant_salt, recipe.adapter))
         except PinNotReadyError:
             return False
+        self._not_held.pop(recipe.name, None)
         return True
+
+    def _record(self, pending: _Pending) -> list[Event]:
+        self._recording[pending.op_id] = pending
+        self._recipes.put(pending.op_id, pending.recipe)
+        return []
 
     def _compute(self, pending: _Pending, origin: BlockOrigin, *, background: bool) -> list[Event]:
         request_id = os.urandom(16)
@@ -251,13 +265,18 @@ class Pins:
 
     def _take_back(self, pending: _Pending, message: str) -> list[Event]:
         """The pin can't be made durable: release it, and hold again what it replaced."""
-        self._cache.unpin(pending.recipe.name)
-        replaced = self._recipes.recipes().get(pending.recipe.name)
+        name = pending.recipe.name
+        self._cache.unpin(name)
         events = self._fail(pending, ErrorCode.STORAGE_ERROR, message)
-        return events + (self.restore({replaced.name: replaced}) if replaced is not None else [])
+        replaced = self._recipes.recipes().get(name)
+        if replaced is None:
+            return events
+        if replaced.tokenizer_digest != pending.recipe.tokenizer_digest:
+            return events + self.restore({}, {name: "another pin was to replace it, which could not be written"})
+        return events + self.restore({name: replaced})
 
     def _fail(self, pending: _Pending, code: str, message: str) -> list[Event]:
         if pending.op_id:
             return [OpFailed(pending.op_id, code, message)]
-        self._failed_at_start[pending.recipe.name] = message
+        self._not_held[pending.recipe.name] = message
         return []

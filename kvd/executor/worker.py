@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 from queue import Queue
 from typing import Any, Protocol, cast
 
+from kvd.observe.failpoints import declare, failpoint
 from kvd.step import ExecutorOutput, SchedulerOutput
 from kvd.types import BlockId, KvGroup
+
+declare("executor.step")
 
 QUEUE_CAPACITY = 64
 """Items that may wait. Steps in flight and staged copies stay far below it; a caller beyond it sleeps until the thread has caught up."""
@@ -105,7 +108,7 @@ class ExecutorThread:
             ExecutorFailedError: an earlier item raised.
             ExecutorClosedError: after ``close``.
         """
-        return self._put(lambda: self._runner.execute(step))
+        return self._put(lambda: self._execute(step))
 
     def collect(self, ticket: Any) -> ExecutorOutput:
         """Wait for the result of a ``submit``; raises what the step raised."""
@@ -146,6 +149,10 @@ class ExecutorThread:
             raise ValueError(f"no KV group {group!r}; there are {', '.join(self._row_bytes)}")
         if memory.nbytes != len(block_ids) * row_bytes:
             raise ValueError(f"{memory.nbytes} bytes of memory for {len(block_ids)} rows of {row_bytes} bytes")
+
+    def _execute(self, step: SchedulerOutput) -> ExecutorOutput:
+        failpoint("executor.step")
+        return self._runner.execute(step)
 
     def _put(self, work: Callable[[], Any]) -> WorkTicket:
         ticket = WorkTicket()
