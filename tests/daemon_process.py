@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvd_client import Client
+from kvd_client import Client, errors
 
 START_TIMEOUT_S = 60.0
 
@@ -66,8 +67,12 @@ class DaemonProcess:
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> float:
         """Seconds from exec to READY."""
         with self.client() as client:
-            client.wait_ready(timeout_s=timeout_s)
-        return time.monotonic() - self.started_s
+            while time.monotonic() < self.started_s + timeout_s:
+                with contextlib.suppress(errors.Timeout):
+                    client.wait_ready(timeout_s=1.0)
+                    return time.monotonic() - self.started_s
+                assert self.process.poll() is None, f"the daemon ended with exit code {self.process.returncode}"
+        raise TimeoutError(f"not ready within {timeout_s:.0f} s")
 
     def kill(self) -> None:
         """SIGKILL, as a crash or the kernel's memory killer would."""
