@@ -49,6 +49,8 @@ class _Pending:
     op_id: bytes
     recipe: Recipe
     num_blocks: int
+    is_superseded: bool = False
+    """Its name was unpinned or pinned anew before the start had computed it."""
 
 
 class Pins:
@@ -96,7 +98,7 @@ class Pins:
             return [OpFailed(command.op_id, ErrorCode.NOT_FOUND, f"no pin is named {command.name!r}")]
         if command.name in self._cache.pins():
             self._cache.unpin(command.name)
-        self._not_held.pop(command.name, None)
+        self._supersede(command.name)
         self._unpinning[command.op_id] = command.name
         self._recipes.remove(command.op_id, command.name)
         return []
@@ -133,6 +135,8 @@ class Pins:
     def on_request_event(self, event: RequestDone | RequestFailed) -> list[Event]:
         """The end of an internal request that ``owns`` it."""
         pending = self._computing.pop(event.request_id)
+        if pending.is_superseded:
+            return []
         if isinstance(event, RequestFailed):
             return self._fail(pending, event.code, event.message)
         try:
@@ -243,18 +247,28 @@ class Pins:
         return True
 
     def _record(self, pending: _Pending) -> list[Event]:
+        self._supersede(pending.recipe.name)
         self._recording[pending.op_id] = pending
         self._recipes.put(pending.op_id, pending.recipe)
         return []
+
+    def _supersede(self, name: str) -> None:
+        """The recipe of this name changes: what the start knows of the old one, or still computes for it, counts no more."""
+        self._not_held.pop(name, None)
+        for pending in self._computing.values():
+            if pending.recipe.name == name and not pending.op_id:
+                pending.is_superseded = True
 
     def _compute(self, pending: _Pending, origin: BlockOrigin, *, background: bool) -> list[Event]:
         request_id = os.urandom(16)
         self._computing[request_id] = pending
         recipe = pending.recipe
-        # One token past the last full block: a match never covers a whole prompt, and so the last block is computed and held like the rest.
+        # One token past the last full block: a match never covers a whole prompt, so that without it the last block would be computed aside
+        # while somebody else is still filling it, and could not be held at the end.
+        prefix = recipe.token_ids[: pending.num_blocks * self._block_bytes]
         command = Submit(
             request_id=request_id,
-            token_ids=recipe.token_ids[: pending.num_blocks * self._block_bytes],
+            token_ids=prefix + prefix[-TOKEN_BYTES:],
             sampling=SamplingParams(temperature=0.0),
             max_tokens=1,
             credit_tokens=1,
