@@ -17,6 +17,10 @@ from kvd_client import Client, errors
 START_TIMEOUT_S = 60.0
 
 
+class DaemonDiedError(Exception):
+    """The daemon ended before it was ready."""
+
+
 class DaemonProcess:
     """``kvd serve`` on a state directory of its own.
 
@@ -65,13 +69,18 @@ class DaemonProcess:
         return Client(self.endpoint, timeout_s=timeout_s)
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> float:
-        """Seconds from exec to READY."""
+        """Seconds from exec to READY.
+
+        Raises:
+            DaemonDiedError: at once, if it ends before.
+        """
         with self.client() as client:
             while time.monotonic() < self.started_s + timeout_s:
                 with contextlib.suppress(errors.Timeout):
                     client.wait_ready(timeout_s=1.0)
                     return time.monotonic() - self.started_s
-                assert self.process.poll() is None, f"the daemon ended with exit code {self.process.returncode}"
+                if self.process.poll() is not None:
+                    raise DaemonDiedError(f"exit code {self.process.returncode}; its log: {self.log_path}")
         raise TimeoutError(f"not ready within {timeout_s:.0f} s")
 
     def kill(self) -> None:

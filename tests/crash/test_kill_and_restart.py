@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from daemon_process import DaemonProcess
+from daemon_process import DaemonDiedError, DaemonProcess
 from fake_oracle import expected_tokens
 from kvd_client import Client, errors
 
@@ -124,9 +124,9 @@ def test_killed_at_work(tmp_path: Path, after_tokens: int) -> None:
 )
 def test_killed_at_a_failpoint_while_persisting(tmp_path: Path, place: str) -> None:
     prepare(tmp_path)
-    with DaemonProcess(tmp_path, *FAST, env={"KVD_FAILPOINTS": f"{place}=kill"}) as process, contextlib.suppress(errors.KvdError):
-        with Client(process.endpoint, timeout_s=20, reconnect_timeout_s=1) as client:
-            client.wait_ready(timeout_s=20)
+    with DaemonProcess(tmp_path, *FAST, env={"KVD_FAILPOINTS": f"{place}=kill"}) as process:
+        with contextlib.suppress(errors.KvdError, DaemonDiedError), Client(process.endpoint, reconnect_timeout_s=1) as client:
+            process.wait_ready()
             fresh = f"a prefix that was never seen before, number {os.getpid()}. " * 12
             for suffix in ("one", "two", "three"):
                 ask(client, fresh + suffix)
