@@ -7,23 +7,25 @@ BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 # OpenMP's threads spin while they wait: more of them than cores turn a test minute into ten.
 export GOMP_SPINCOUNT ?= 1000
-PYTEST := $(BIN)/python -m pytest -q
+PYTEST := $(BIN)/python -m pytest -q --durations=15
+# Marks of the tests that need more than the pure environment has.
+IMPURE := torch or store or socket or e2e or model or oracle or systemd
 
 .PHONY: demo test setup model lint test-pure test-full bench install wheels clean
 
 demo: model
 	$(BIN)/kvd demo
 
-test: model test-pure
-	$(PYTEST) -m "not full"
+# Each test runs once: the pure ones where torch, zmq and lmdb are not installed, the others where they are.
+test: test-pure model
+	$(PYTEST) -m "($(IMPURE)) and not full"
 
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml clients/python/pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e clients/python --config-settings editable_mode=compat
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e . --group dev --config-settings editable_mode=compat
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e clients/python -e . --group dev
 	touch $@
 
 model: setup
@@ -44,10 +46,10 @@ $(PURE)/.ready: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 test-pure: $(PURE)/.ready
-	KVD_TEST_PURE=1 PYTHONPATH=.:clients/python $(PURE)/bin/python -m pytest -q -m "not (torch or store or socket or e2e or model or oracle or systemd or full)"
+	KVD_TEST_PURE=1 PYTHONPATH=.:clients/python $(PURE)/bin/python -m pytest -q -m "not ($(IMPURE) or full)"
 
-test-full: model test-pure
-	$(PYTEST) -m "full or not full" --timeout 1800
+test-full: test-pure model
+	$(PYTEST) -m "$(IMPURE) or full" --timeout 1800
 
 bench: model
 	$(BIN)/python tests/bench/bench_daemon.py --out docs/benchmarks.md

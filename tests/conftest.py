@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -14,6 +15,14 @@ settings.load_profile("kvd")
 
 _TIER = re.compile(r"^pytestmark\s*=.*?(?=^\S)", re.MULTILINE | re.DOTALL)
 _IMPURE = re.compile(r"pytest\.mark\.(torch|store|socket|e2e|model|oracle|systemd|full)\b")
+
+
+def pytest_configure() -> None:
+    """The pure tier proves nothing where the heavy libraries could be imported after all."""
+    if os.environ.get("KVD_TEST_PURE") == "1":
+        present = [name for name in ("torch", "zmq", "lmdb") if importlib.util.find_spec(name)]
+        if present:
+            raise pytest.UsageError(f"the pure tier must run without {', '.join(present)}")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
