@@ -1,0 +1,217 @@
+"""Pins on a real daemon: replaced, refused, taken back, and there after every kill. And what ``usage`` says of where a prompt's KV came from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_process import DaemonProcess
+from fake_oracle import expected_tokens
+from kvd_client import Client, errors
+
+pytestmark = [pytest.mark.e2e, pytest.mark.socket, pytest.mark.store]
+
+RULES = "Every visitor signs the ledger before the tour begins, be it morning or noon. " * 4
+OTHER = "Nobody touches the paintings, not even the curator, not even on a Sunday night. " * 3
+SMALL_POOL = ("--kv-memory", "64KiB")
+"""128 blocks, of which pins may hold 64."""
+
+
+def block_tokens(text: str) -> int:
+    """Tokens of the full blocks of a text, a byte each."""
+    return len(text) // 16 * 16
+
+
+def ask(client: Client, prompt: str) -> tuple[int, int, int]:
+    """Ask, compare with the oracle; cached, restored and recomputed tokens."""
+    answer = client.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True)
+    assert list(answer.token_ids) == expected_tokens(prompt.encode(), 8)
+    usage = answer.usage
+    return usage.cached_tokens, usage.restored_tokens, usage.recomputed_tokens
+
+
+def pins(client: Client) -> dict[str, dict[str, Any]]:
+    return {pin["name"]: pin for pin in client.prefixes()["pins"]}
+
+
+def kvd(process: DaemonProcess, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    """A client command against the daemon; ``text`` is its standard input."""
+    command = [sys.executable, "-m", "kvd", *arguments, "--connect", process.endpoint]
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_a_pin_takes_the_place_of_the_one_of_its_name(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            client.pin("rules", RULES)
+            assert client.status()["blocks"]["pinned"] == len(RULES) // 16
+            replaced = client.pin("rules", OTHER)
+            assert replaced.details["tokens"] == block_tokens(OTHER)
+            assert client.status()["blocks"]["pinned"] == len(OTHER) // 16
+            assert {name: pin["tokens"] for name, pin in pins(client).items()} == {"rules": block_tokens(OTHER)}
+        process.kill()
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            assert {name: (pin["tokens"], pin["state"]) for name, pin in pins(client).items()} == {"rules": (block_tokens(OTHER), "held")}
+            assert ask(client, OTHER + "?") == (block_tokens(OTHER), block_tokens(OTHER), 0)
+
+
+def test_what_can_not_be_pinned_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path, *SMALL_POOL) as process:
+        process.wait_ready()
+        with process.client() as client:
+            client.pin("rules", RULES)
+            before = client.status()["blocks"]["pinned"]
+            allocated = client.stats()["cache"]["allocations"]
+            too_large = kvd(process, "pin", "large", "--prompt-file", "-", text="y" * 16 * 50)
+            assert too_large.returncode == 73, too_large.stderr
+            assert all(number in too_large.stderr for number in ("50 further blocks", f"{before} of at most 64"))
+            assert client.stats()["cache"]["allocations"] == allocated, "it was refused before anything was computed"
+            too_short = kvd(process, "pin", "short", "--prompt-file", "-", text="z" * 15)
+            assert too_short.returncode == 65, too_short.stderr
+            assert all(number in too_short.stderr for number in ("15 tokens", "16"))
+            unknown = kvd(process, "unpin", "nobody")
+            assert unknown.returncode == 66, unknown.stderr
+            assert set(pins(client)) == {"rules"}
+            assert client.status()["blocks"]["pinned"] == before
+            # a pin's own blocks make room for what replaces it, and shared ones are counted once
+            assert client.pin("rules", "y" * 16 * 60).details["blocks"] == 60
+            assert client.pin("again", "y" * 16 * 60 + "w" * 16 * 4).details["blocks"] == 64
+            with pytest.raises(errors.PinCapacity):
+                client.pin("more", "y" * 16 * 60 + "v" * 16)
+
+
+def test_an_unpinned_prefix_is_gone_after_a_kill(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            client.pin("rules", RULES)
+            client.pin("other", OTHER)
+            client.unpin("rules")
+        process.kill()
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            assert set(pins(client)) == {"other"}
+            assert client.status()["blocks"]["pinned"] == len(OTHER) // 16
+
+
+def test_killed_in_the_instant_after_the_acknowledgement(tmp_path: Path) -> None:
+    """Twenty lives, each ended by SIGKILL as soon as a pin is acknowledged with its bytes: every pin is there, and the newest needs no computing."""
+    newest = ""
+    for life in range(21):
+        with DaemonProcess(tmp_path) as process:
+            process.wait_ready()
+            with process.client() as client:
+                assert {name: pin["state"] for name, pin in pins(client).items()} == {f"pin-{number}": "held" for number in range(life)}
+                if newest:
+                    assert ask(client, newest + "?") == (block_tokens(newest), block_tokens(newest), 0)
+                newest = f"In life {life} the house rule is a new one, and it says so at some length. " * (1 + life % 4)
+                pinned = client.pin(f"pin-{life}", newest)
+                process.kill()
+            assert pinned.details["durable"] == "recipe+bytes"
+
+
+def test_a_recipe_that_can_not_be_written_is_no_pin(tmp_path: Path) -> None:
+    """Neither a new one, nor one that was to replace another: that stays as it was."""
+    with DaemonProcess(tmp_path, env={"KVD_FAILPOINTS": "recipes.before_sync=raise@2"}) as process:
+        process.wait_ready()
+        with process.client() as client:
+            client.pin("rules", RULES)
+            with pytest.raises(errors.StorageError) as refused:
+                client.pin("rules", OTHER)
+            assert "could not be written" in str(refused.value)
+            assert {name: (pin["tokens"], pin["state"]) for name, pin in pins(client).items()} == {"rules": (block_tokens(RULES), "held")}
+            assert client.status()["blocks"]["pinned"] == len(RULES) // 16
+        process.kill()
+    with DaemonProcess(tmp_path, env={"KVD_FAILPOINTS": "recipes.before_rename=raise"}) as process:
+        process.wait_ready()
+        refused_by_command = kvd(process, "pin", "other", "--prompt-file", "-", text=OTHER)
+        assert refused_by_command.returncode == 74, refused_by_command.stderr
+        with process.client() as client:
+            assert {name: pin["tokens"] for name, pin in pins(client).items()} == {"rules": block_tokens(RULES)}
+            assert client.status()["blocks"]["pinned"] == len(RULES) // 16
+            assert client.pin("other", OTHER).details["durable"] == "recipe+bytes", "the next attempt is a new file"
+        assert process.terminate() == 0
+
+
+def test_a_failing_store_leaves_a_pin_its_recipe(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path, env={"KVD_FAILPOINTS": "store.before_commit=raise"}) as process:
+        process.wait_ready()
+        with process.client() as client:
+            assert client.pin("rules", RULES).details["durable"] == "recipe"
+            assert ask(client, RULES + "?")[0] == block_tokens(RULES)
+        process.kill()
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            assert pins(client)["rules"]["state"] == "held"
+            cached, restored, recomputed = ask(client, RULES + "?")
+            assert cached == block_tokens(RULES) == restored + recomputed
+
+
+def test_without_persistence_pins_are_kept_as_recipes(tmp_path: Path) -> None:
+    for life in range(2):
+        with DaemonProcess(tmp_path, "--no-persist") as process:
+            process.wait_ready()
+            with process.client() as client:
+                if life == 0:
+                    assert client.pin("rules", RULES).details["durable"] == "recipe"
+                    ask(client, OTHER + "!")
+                    ask(client, OTHER + "!!")
+                else:
+                    assert ask(client, OTHER + "?") == (0, 0, 0)
+                    assert ask(client, RULES + "?") == (block_tokens(RULES), 0, block_tokens(RULES))
+                store = client.status()["store"]
+                assert (store["blocks"], store["reason"]) == (0, "off")
+                with pytest.raises(errors.StorageError):
+                    client.checkpoint()
+                assert pins(client)["rules"]["residency"] == "memory"
+            process.kill()
+        assert not (tmp_path / "state" / "wal").exists()
+        assert not (tmp_path / "state" / "kv").exists()
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            client.checkpoint()
+        process.kill()
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            assert ask(client, RULES + "?") == (block_tokens(RULES), block_tokens(RULES), 0)
+        assert process.terminate() == 0
+
+
+def test_restored_and_recomputed_tokens_count_at_their_first_use(tmp_path: Path) -> None:
+    """Each block is told once, to whom it first serves; holding it for a pin, or computing on from it, is no use."""
+    half = RULES[: block_tokens(RULES) // 2 // 16 * 16]
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            client.pin("rules", RULES)
+            client.pin("other", OTHER)
+        process.kill()
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            client.pin("longer", RULES + "And these words are new, and make another block or two.")
+            assert ask(client, half + "?") == (len(half), len(half), 0)
+            assert ask(client, RULES + "?") == (block_tokens(RULES), block_tokens(RULES) - len(half), 0)
+            assert ask(client, RULES + "?!") == (block_tokens(RULES), 0, 0)
+            answer = client.generate(OTHER + "?", n=2, seed=1, max_tokens=2, ignore_eos=True)
+            assert answer.usage.restored_tokens == answer.usage.cached_tokens == block_tokens(OTHER)
+        process.kill()
+    for directory in ("kv", "wal"):
+        (tmp_path / "state" / directory).rename(tmp_path / directory)
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            assert ask(client, half + "?") == (len(half), 0, len(half))
+            assert ask(client, RULES + "?") == (block_tokens(RULES), 0, block_tokens(RULES) - len(half))
+            assert ask(client, RULES + "?!") == (block_tokens(RULES), 0, 0)
+        assert process.terminate() == 0
