@@ -8,6 +8,7 @@
 # PYTHON       the interpreter that it uses, 3.11 or later, outside the home directories (/usr/bin/python3)
 # CONSTRAINTS  a pip constraints file (.ci/constraints.txt: the versions that the tests ran with); empty: the newest that kvd accepts
 set -eu
+umask 022
 cd "$(dirname "$0")/.."
 PREFIX=${PREFIX:-/opt/kvd}
 PYTHON=${PYTHON:-/usr/bin/python3}
@@ -34,7 +35,6 @@ install_packages() {
   sources=$(mktemp -d)
   trap 'rm -rf "$sources"' EXIT
   cp -r pyproject.toml README.md LICENSE kvd clients "$sources"
-  umask 022
   "$PREFIX/bin/python" -m pip install --disable-pip-version-check ${CONSTRAINTS:+-c "$CONSTRAINTS"} "$sources/clients/python" "$sources"
 }
 

@@ -1,51 +1,45 @@
 """Which of these tests this machine can run, and the machine that they share.
 
-Tests that use ``machine`` need root and namespaces, the other ``systemd`` tests need systemd-analyze. Where that is missing they are left out,
+Tests that use a ``machine`` or a ``bare_machine`` need root and namespaces, the other ``systemd`` tests need systemd-analyze. Where that is missing they are left out,
 and the summary says so; with KVD_TEST_SYSTEMD=require they are errors instead.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import kvd_client
 import pytest
 from private_systemd import PrivateSystemd, why_impossible
-
-import kvd
 
 ROOT = Path(__file__).parents[2]
 _PREFIX = Path("/opt/kvd")
 _INTERPRETER = _PREFIX / "python"
 _PACKAGES = _PREFIX / "packages"
-_LEFT_OUT = pytest.StashKey[dict[str, int]]()
-
-
-def _why_not(item: pytest.Item) -> str:
-    if "machine" in getattr(item, "fixturenames", ()):
-        return why_impossible()
-    return "" if shutil.which("systemd-analyze") else "systemd-analyze is not installed"
+_LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if os.environ.get("KVD_TEST_SYSTEMD") == "require":
         return
-    left_out: dict[str, int] = {}
+    reason_of = {
+        True: functools.cache(why_impossible),
+        False: lambda: "" if shutil.which("systemd-analyze") else "systemd-analyze is not installed",
+    }
+    left_out: Counter[str] = Counter()
     kept: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
-    known: dict[bool, str] = {}
     for item in items:
-        reason = ""
-        if item.get_closest_marker("systemd"):
-            key = "machine" in getattr(item, "fixturenames", ())
-            reason = known[key] if key in known else known.setdefault(key, _why_not(item))
-        if reason:
-            left_out[reason] = left_out.get(reason, 0) + 1
+        needs_machine = bool({"machine", "bare_machine"} & set(getattr(item, "fixturenames", ())))
+        reason = reason_of[needs_machine]() if item.get_closest_marker("systemd") else ""
+        left_out.update([reason] if reason else [])
         (dropped if reason else kept).append(item)
     if dropped:
         config.stash[_LEFT_OUT] = left_out
@@ -54,11 +48,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for reason, count in config.stash.get(_LEFT_OUT, {}).items():
+    for reason, count in config.stash.get(_LEFT_OUT, Counter()).items():
         terminalreporter.section("systemd tests left out", yellow=True)
-        terminalreporter.line(
-            f"{count} tests with a private systemd were not run here: {reason} (KVD_TEST_SYSTEMD=require makes this an error)"
-        )
+        terminalreporter.line(f"{count} were not run here: {reason} (KVD_TEST_SYSTEMD=require makes this an error)")
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +65,16 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateSystemd
         yield private
 
 
+@pytest.fixture
+def bare_machine(tmp_path: Path) -> Iterator[PrivateSystemd]:
+    """A running machine without kvd; the checkout lies read-only in /usr/src/kvd."""
+    assert not (reason := why_impossible()), f"no private systemd on this machine: {reason}"
+    work = tmp_path / "bare"
+    work.mkdir()
+    with PrivateSystemd(work, {ROOT: Path("/usr/src/kvd")}) as private:
+        yield private
+
+
 def _install(private: PrivateSystemd) -> None:
     """What a venv in /opt/kvd would be, made of this interpreter, its packages and a copy of the checkout, without downloading any."""
     prefix = private.root / _PREFIX.relative_to("/")
@@ -81,9 +83,11 @@ def _install(private: PrivateSystemd) -> None:
     site_packages = prefix / "lib" / version / "site-packages"
     site_packages.mkdir(parents=True)
     (site_packages / "packages.pth").write_text(f"{_PACKAGES}\n", encoding="utf-8")
-    for package in (kvd, kvd_client):
-        source = Path(str(package.__file__)).parent
-        shutil.copytree(source, site_packages / source.name)
+    for package in ("kvd", "kvd_client"):
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None
+        shutil.copytree(Path(spec.origin).parent, site_packages / package)
     (prefix / "pyvenv.cfg").write_text(f"home = {bin_dir}\ninclude-system-site-packages = false\n", encoding="utf-8")
     (prefix / "bin").mkdir()
     (prefix / "bin" / "python").symlink_to(bin_dir / version)

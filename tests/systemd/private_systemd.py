@@ -59,7 +59,7 @@ class PrivateSystemd:
         self._work = work
         self._binds = binds
         self._log = work.with_name(work.name + ".log")
-        self._cgroup = next(root for root in _CGROUP_ROOTS if (root / "cgroup.procs").exists()) / f"kvd-test-{os.getpid()}"
+        self._cgroup = next(root for root in _CGROUP_ROOTS if (root / "cgroup.procs").exists()) / f"kvd-test-{os.getpid()}-{work.name}"
         self._outer: subprocess.Popen[bytes] | None = None
         self._pid = 0
 

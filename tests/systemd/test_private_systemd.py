@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq.auth
 from fake_oracle import expected_tokens
 from kvd_client import Client
 from private_systemd import PrivateSystemd, wait_for
@@ -163,8 +164,9 @@ def test_ready_waits_for_rehydration_and_progress_extends_the_start(service: Ser
     assert service.show("NRestarts") == {"NRestarts": "0"}
 
 
-def test_stop_drains(service: Service) -> None:
-    service.override("Environment=KVD_FAKE_STEP_MS=20", "WatchdogSec=2s")
+@pytest.mark.parametrize("frontend", ["thread", "process"])
+def test_stop_drains(service: Service, frontend: str) -> None:
+    service.override(f"Environment=KVD_FAKE_STEP_MS=20 KVD_FRONTEND={frontend}", "WatchdogSec=2s")
     service.machine.systemctl("start", "kvd")
     with service.client() as client:
         stream = client.generate(SYSTEM, stream=True, max_tokens=100, temperature=0.0, ignore_eos=True)
@@ -203,6 +205,32 @@ def test_a_wrong_configuration_is_not_restarted(service: Service) -> None:
     ended = service.show("ActiveState", "Result", "ExecMainStatus", "NRestarts")
     assert ended == {"ActiveState": "failed", "Result": "exit-code", "ExecMainStatus": "78", "NRestarts": "0"}
     assert "max_runing" in service.messages()
+
+
+def test_a_tcp_endpoint_with_curve_works_under_the_hardened_unit(service: Service, tmp_path: Path) -> None:
+    machine = service.machine
+    keys = {}
+    for name in ("daemon", "client"):
+        zmq.auth.create_certificates(tmp_path, name)
+        keys[name] = zmq.auth.load_certificate(tmp_path / f"{name}.key")[0].decode()
+        shutil.copyfile(tmp_path / f"{name}.key_secret", machine.root / f"etc/kvd/{name}.key_secret")
+    machine.run("install", "-m", "640", "-g", "kvd", "/etc/kvd/daemon.key_secret", "/etc/kvd/daemon.key")
+    (machine.root / "etc/kvd/clients").write_text(f"{keys['client']} the only one\n", encoding="utf-8")
+    curve = 'curve_key_file = "/etc/kvd/daemon.key"\ncurve_clients_file = "/etc/kvd/clients"\n'
+    service.configure(FAKE + '[transport]\nlisten = ["ipc:///run/kvd/kvd.sock", "tcp://0.0.0.0:7411"]\n' + curve)
+    machine.systemctl("start", "kvd")
+    ping = ["kvd", "ping", "--connect", "tcp://127.0.0.1:7411", "--server-key", keys["daemon"]]
+    machine.run(*ping, "--client-key-file", "/etc/kvd/client.key_secret")
+    assert machine.run(*ping, "--timeout", "1", check=False).returncode != 0, "a client whose key is on no list"
+
+
+def test_an_upgrade_keeps_the_configuration(service: Service) -> None:
+    installer = "/usr/src/kvd/systemd/install.sh"
+    service.configure(FAKE + "# an operator's own line\n")
+    service.machine.run("sh", installer, "--unit-only")
+    assert "an operator's own line" in (service.machine.root / "etc/kvd/kvd.toml").read_text(encoding="utf-8")
+    assert service.machine.run("sh", installer, "--unit-only", user="kvd", check=False).returncode == 77
+    assert service.machine.run("sh", installer, "--uninstall", check=False).returncode == 64
 
 
 @pytest.mark.model
