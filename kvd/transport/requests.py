@@ -350,7 +350,7 @@ class Requests:
         self._edge.log.info(
             "request_finished",
             request_id=finished.request_id,
-            finish_reasons=[end.finish_reason for end in finished.choices],
+            finish_reasons=[str(end.finish_reason) for end in finished.choices],
             num_prompt_tokens=usage.prompt_tokens,
             num_cached_tokens=usage.cached_tokens,
             num_restored_tokens=usage.restored_tokens,
