@@ -180,7 +180,9 @@ class Daemon:
                 self._manager.on_last_checkpoint(self._config.engine.drain_timeout_s)
                 storage.shutdown_checkpoint(self._clock.monotonic() + self._config.engine.drain_timeout_s)
                 clean = True
-        except _StopDuringStart:
+        except BaseException as error:
+            if not self._is_stopped_start(error):
+                raise
             self._manager.on_state(State.DRAINING, "stopped during the start")
             self._log.info("stopped_during_start")
             clean = True
@@ -294,11 +296,13 @@ class Daemon:
         )
         work = self._rehydrate(storage, engine, cache)
         fingerprint = engine.fingerprint
+        # A sequence that fills the whole pool is the longest that can ever run.
+        max_model_len = min(engine.max_model_len, engine.num_blocks * config.cache.block_size_tokens)
 
         def namespace_of(tenant_salt: bytes, adapter: bytes) -> Namespace:
             return Namespace(fingerprint, tenant_salt, adapter)
 
-        scheduler = Scheduler(config.scheduler, cache, self._clock, namespace_of=namespace_of, max_model_len=engine.max_model_len)
+        scheduler = Scheduler(config.scheduler, cache, self._clock, namespace_of=namespace_of, max_model_len=max_model_len)
         pins = Pins(cache=cache, scheduler=scheduler, recipes=storage.recipe_book, observer=storage, namespace_of=namespace_of)
         reports = Reports(
             facts=self._facts,
@@ -316,7 +320,7 @@ class Daemon:
                     engine.model,
                     engine.fingerprint,
                     engine.vocab_size,
-                    engine.max_model_len,
+                    max_model_len,
                     config.cache.block_size_tokens,
                     config.scheduler.max_choices,
                 )
@@ -433,6 +437,10 @@ class Daemon:
             self._loop.request_drain()
         elif self._may_interrupt:
             raise _StopDuringStart
+
+    def _is_stopped_start(self, error: BaseException) -> bool:
+        """Whether a signal ended the start, be it that a library made an error of its own of the interruption."""
+        return isinstance(error, _StopDuringStart) or (self._num_signals > 0 and self._loop is None)
 
     def _allow_interrupts(self) -> None:
         """From here to the loop a signal ends the start wherever it is: what must be undone is known."""

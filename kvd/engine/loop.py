@@ -237,10 +237,14 @@ class EngineLoop:
     def _flush(self) -> None:
         if self._unsent:
             if not self._has_served and any(isinstance(event, RequestDone) for event in self._unsent):
-                self._has_served = True
-                self._on_served()
+                self._note_served()
             self._outbox.put(self._unsent)
             self._unsent = []
+
+    def _note_served(self) -> None:
+        if not self._has_served:
+            self._has_served = True
+            self._on_served()
 
     # -------------------------------------------------------------------------------- commands
 
@@ -299,6 +303,7 @@ class EngineLoop:
     def _checkpoint_done(self, command: CheckpointDone) -> None:
         pin_events = self._pins.on_checkpoint_done(command)
         if pin_events is not None:
+            self._note_served()
             self._unsent += pin_events
             return
         self._checkpoints.discard(command.op_id)
