@@ -155,7 +155,14 @@ class EngineLoop:
             elif step is None:
                 if self._is_drained():
                     return LoopEnd.DRAINED
-                self._inbox.wait(min(_IDLE_WAIT_S, self._observer.idle_delay_s()))
+                self._rest()
+
+    def _rest(self) -> None:
+        """Nothing runs: sleep. But what the scheduler had to end instead of running it is told at once, and may have made room."""
+        ended = self._scheduler.expire()
+        self._take(ended)
+        if not ended:
+            self._inbox.wait(min(_IDLE_WAIT_S, self._observer.idle_delay_s()))
 
     def _is_drained(self) -> bool:
         if self._state is not State.DRAINING or self._scheduler.has_work() or self._unsent:

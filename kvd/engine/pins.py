@@ -243,7 +243,6 @@ class Pins:
             self._cache.pin(recipe.name, recipe.token_ids, self._namespace_of(recipe.tenant_salt, recipe.adapter))
         except PinNotReadyError:
             return False
-        self._not_held.pop(recipe.name, None)
         return True
 
     def _record(self, pending: _Pending) -> list[Event]:

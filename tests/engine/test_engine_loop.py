@@ -173,13 +173,30 @@ def test_an_idle_loop_sleeps_no_longer_than_the_store_allows():
 def test_background_eviction_keeps_the_watermark_free():
     def life(world):
         yield from world.ready()
-        for letter in b"abcdefgh":
+        for letter in range(65, 95):
             yield from world.over(world.submit([letter] * 60, max_tokens=1))
-        for _ in range(5):
-            yield
-        assert world.cache.num_free >= world.cache.watermark_blocks > 0
+        yield
+        assert world.cache.num_free >= world.cache.watermark_blocks == 3
 
-    ends(life, num_blocks=20)
+    ends(life, num_blocks=60)
+
+
+def test_a_request_that_pins_leave_no_room_for_is_told_at_once():
+    def life(world):
+        yield from world.ready()
+        yield from world.over(world.submit([97] * 81, max_tokens=1))
+        running = world.submit(PROMPT, max_tokens=20)
+        yield
+        waiting = world.submit([*PROMPT, *PROMPT], max_tokens=20)
+        pin = world.pin("system", [97] * 80)
+        yield from world.over(running, waiting)
+        assert world.client.requests[waiting].code == "kv_capacity"
+        world.book.settle()
+        yield from world.until(lambda: world.store.checkpoints)
+        world.store.settle()
+        yield from world.answered(pin)
+
+    ends(life, num_blocks=12, max_running=1)
 
 
 # ------------------------------------------------------------------------------------------------- states
