@@ -3,7 +3,7 @@
     python tests/oracle/make_reference.py MODEL.gguf [--ids-only]
 
 Rewrites ``token_ids`` in tests/data/smollm2_prompts.jsonl from each line's text or messages, then computes
-tests/data/smollm2_reference.jsonl in batches of prompts of similar length, on one thread (about five minutes), and
+tests/data/smollm2_reference.jsonl in batches of prompts of similar length, on one thread (ten minutes on a busy machine), and
 tests/data/smollm2_reference.meta.json.
 The formats are described in tests/data/README.md. Nothing of kvd is used.
 """
