@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ _IMPURE = re.compile(r"pytest\.mark\.(torch|store|socket|e2e|model|oracle|system
 
 
 def pytest_configure() -> None:
-    """The pure tier proves nothing where the heavy libraries could be imported after all."""
+    """Refuse a pure tier that proves nothing because the heavy libraries could be imported after all; let Ctrl-C reach the children of tests."""
+    # A shell that starts the tests in the background lets them, and all that they start, ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("KVD_TEST_PURE") == "1":
         present = [name for name in ("torch", "zmq", "lmdb") if importlib.util.find_spec(name)]
         if present:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from array import array
+from collections.abc import Iterator
 
 import pytest
 import zmq
@@ -106,10 +108,16 @@ def whole_answer(message: Generate):
     return [tokens(message, 0, [7, 8], "Grüß"), tokens(message, 2, [9], " dich"), codec.encode(finished)]
 
 
-def kvd(endpoint: str, *arguments: str, **options) -> subprocess.Popen:
+@contextlib.contextmanager
+def kvd(endpoint: str, *arguments: str, **options) -> Iterator[subprocess.Popen]:
+    """A command, ended with the block: a test that fails must not wait for it."""
     environ = {**os.environ, "KVD_CONNECT": endpoint, "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, "-m", "kvd", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, **options)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.fixture
