@@ -196,7 +196,7 @@ class Daemon:
             if storage is not None:
                 storage.close(clean=clean)
         self._log.info("stopped", clean=clean)
-        if self._loading is not None and self._loading.is_alive():
+        if self._loading is not None and self._loading.is_loading:
             os._exit(EXIT_OK if clean else EXIT_SOFTWARE)  # a thread inside torch would abort the interpreter's own way out
         return EXIT_OK if clean else EXIT_SOFTWARE
 
@@ -465,6 +465,12 @@ class _Loading(threading.Thread):
         self._load = load
         self._manager = manager
         self._error: BaseException | None = None
+        self._done = threading.Event()
+
+    @property
+    def is_loading(self) -> bool:
+        """Not ``is_alive``: a ``join`` that a signal interrupted takes the thread for dead."""
+        return self.ident is not None and not self._done.is_set()
 
     def run(self) -> None:
         bar = Progress("loading weights")
@@ -479,9 +485,10 @@ class _Loading(threading.Thread):
             self._error = error
         finally:
             bar.close()
+            self._done.set()
 
     def finish(self) -> None:
         """Wait for the end; raises what the loading raised."""
-        self.join()
+        self._done.wait()
         if self._error is not None:
             raise self._error

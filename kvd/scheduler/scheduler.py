@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from kvd.cache.events import BlockOrigin
 from kvd.cache.hashing import Namespace
-from kvd.cache.manager import CacheManager, CopyOnWrite, Node
+from kvd.cache.manager import BlockTable, CacheManager, CopyOnWrite, Node
 from kvd.commands import Event, RequestFailed, Submit
 from kvd.config import SchedulerConfig
 from kvd.scheduler.admission import clamp_max_tokens, refuse
@@ -381,8 +381,7 @@ class Scheduler:
         """Apply what a step, the oldest in flight, has computed and sampled."""
         roster = self._roster
         fills = self._collect(step)
-        for row in out.failed_rows:
-            self._fail_row(row)
+        self._fail_rows(out.failed_rows)
         self._cache.complete_fill(fills)
         roster.computing.difference_update(fills)
         logprobs = out.logprobs if out.logprobs is not None else [None] * len(out.rows)
@@ -435,15 +434,25 @@ class Scheduler:
         elif num_known + 1 >= request.limit_tokens:
             self._endings.end_choice(sequence, FinishReason.LENGTH)
 
-    def _fail_row(self, row: int) -> None:
-        """Non-finite logits: the row's request fails alone; nothing that the row was filling is kept, nor what others computed over it."""
-        sequence = self._roster.rows[row]
-        assert sequence is not None, "a row outlives its steps"
-        assert sequence.table is not None, "a row has blocks"
-        self._roster.withdraw(list(sequence.table.fills))
-        if not sequence.request.is_over:
-            message = "the model computed logits that are not finite for this request"
-            self._endings.fail(sequence.request, ErrorCode.NONFINITE_LOGITS, message)
+    def _fail_rows(self, rows: tuple[int, ...]) -> None:
+        """Non-finite logits: the requests of these rows fail alone; nothing that the rows were filling is kept, nor what others computed over it.
+
+        A row that read blocks of another failed row, in this step or the one before, is none of them: it is planned anew.
+        """
+        failed: dict[BlockTable, Sequence] = {}
+        for row in rows:
+            sequence = self._roster.rows[row]
+            assert sequence is not None, "a row outlives its steps"
+            assert sequence.table is not None, "a row has blocks"
+            if sequence.leaving is not Leaving.REPLANNED:
+                failed[sequence.table] = sequence
+        own = [sequence for table, sequence in failed.items() if failed.keys().isdisjoint(self._cache.awaited(table))]
+        for sequence in own:
+            assert sequence.table is not None, "it was there a moment ago"
+            self._roster.withdraw(list(sequence.table.fills))
+            if not sequence.request.is_over:
+                message = "the model computed logits that are not finite for this request"
+                self._endings.fail(sequence.request, ErrorCode.NONFINITE_LOGITS, message)
 
     def _settle(self) -> list[Event]:
         """Let those leave who can; the events since the last call."""
