@@ -113,6 +113,7 @@ class ContentExecutor:
         for position, row in sorted(positions):  # within a layer, writes precede reads
             state = self.rows[row]
             before = self._read(state, position - 1) if position else ROOT
+            state.failed = state.failed or before == b"nan"  # as in a model, it spreads to whoever reads it
             content = b"nan" if state.failed else link(before, state.tokens[position], position)
             self.pool[state.blocks[position // self.size]][position % self.size] = content
 
