@@ -27,7 +27,7 @@ from kvd.storage.planner import Planner, PlannerLimits
 from kvd.storage.ports import BlockIO, Clock, Leases, Log, RehydrationCache, StorageInbox
 from kvd.storage.recipes import RecipeStore
 from kvd.storage.recovery import WAL_NAME, Recovered, adopt_recipes, recover
-from kvd.storage.rehydrate import Loaded, Rehydration, choose, mark_unreachable, recompute_candidates
+from kvd.storage.rehydrate import Loaded, Rehydration, choose, mark_unreachable, recompute_candidates, with_room
 from kvd.storage.staging import StagingPool
 from kvd.storage.start_guard import STABLE_AFTER_S, StartGuard
 from kvd.storage.store_thread import StoreThread
@@ -301,7 +301,8 @@ class Storage:
         store, staging = running.recovered.store, self._staging
         if store is None or staging is None:
             return Loaded()
-        chains = choose(running.recovered.index, [chain for _, chain in self._pin_chains], max_blocks)
+        pinned = with_room([chain for _, chain in self._pin_chains], cache.max_pinned_blocks)
+        chains = choose(running.recovered.index, pinned, max_blocks)
         work = Rehydration(
             index=running.recovered.index,
             store=store,

@@ -69,6 +69,10 @@ class RehydrationCache(Protocol):
     @property
     def num_free(self) -> int: ...
 
+    @property
+    def max_pinned_blocks(self) -> int:
+        """Distinct blocks that pins may hold together."""
+
     def begin_load(self, namespace: Namespace, blocks: Sequence[tuple[bytes, int]], origin: BlockOrigin) -> Sequence[LoadTarget] | None:
         """Filling nodes for the (packed tokens, uses) of a chain from its root that are not in the tree yet; None without room."""
 

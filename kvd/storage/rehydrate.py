@@ -41,6 +41,18 @@ class Loaded:
     store_error: str = ""
 
 
+def with_room(pinned_chains: Iterable[Sequence[BlockHash]], max_blocks: int) -> list[Sequence[BlockHash]]:
+    """The pins, most important first, that can be held within ``max_blocks`` different blocks; one that does not fit leaves its place to those after it."""
+    held: set[BlockHash] = set()
+    chains: list[Sequence[BlockHash]] = []
+    for chain in pinned_chains:
+        new = [block_hash for block_hash in chain if block_hash not in held]
+        if len(held) + len(new) <= max_blocks:
+            held.update(new)
+            chains.append(chain)
+    return chains
+
+
 def choose(index: NodeIndex, pinned_chains: Iterable[Sequence[BlockHash]], max_blocks: int) -> list[list[IndexNode]]:
     """The chains to load, each from its first block on, the most valuable first; at most ``max_blocks`` different blocks in all."""
     chosen: dict[BlockHash, IndexNode] = {}

@@ -215,3 +215,55 @@ def test_restored_and_recomputed_tokens_count_at_their_first_use(tmp_path: Path)
             assert ask(client, RULES + "?") == (block_tokens(RULES), 0, block_tokens(RULES) - len(half))
             assert ask(client, RULES + "?!") == (block_tokens(RULES), 0, 0)
         assert process.terminate() == 0
+
+
+def test_a_pin_outlives_lives_that_have_no_room_for_it(tmp_path: Path) -> None:
+    """In a smaller pool the pins of higher priority are held, the others say what they lack; with room again, all are back from disk."""
+    large = "A very long rule, longer than all the others taken together, word for word. " * 12
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            client.pin("rules", RULES, priority=60)
+            client.pin("large", large, priority=70)
+            client.pin("other", OTHER, priority=10)
+        process.kill()
+    with DaemonProcess(tmp_path, "--kv-memory", "40KiB") as process:
+        process.wait_ready()
+        with process.client() as client:
+            found = pins(client)
+            assert {name: pin["state"] for name, pin in found.items()} == {"rules": "held", "large": "not_held", "other": "held"}
+            assert all(number in found["large"]["reason"] for number in (f"{len(large) // 16} further blocks", "of at most 40"))
+            assert found["large"]["tokens"] == block_tokens(large)
+            assert ask(client, RULES + "?") == (block_tokens(RULES), block_tokens(RULES), 0)
+        process.kill()
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            assert {pin["state"] for pin in pins(client).values()} == {"held"}
+            assert ask(client, large + "?") == (block_tokens(large), block_tokens(large), 0)
+        assert process.terminate() == 0
+
+
+def test_after_three_failed_starts_pins_wait_for_a_good_one(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            client.pin("rules", RULES)
+        assert process.terminate() == 0
+    (tmp_path / "state" / "starting").write_text("3 1\n")
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            pin = pins(client)["rules"]
+            assert (pin["state"], pin["tokens"]) == ("not_held", block_tokens(RULES))
+            assert "3 starts" in pin["reason"]
+            assert client.status()["rehydration"]["recompute_pins"] is False
+            assert ask(client, RULES + "?") == (0, 0, 0)
+            assert client.pin("rules", RULES).details["durable"] == "recipe+bytes"
+            assert pins(client)["rules"]["state"] == "held"
+        process.kill()
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            assert ask(client, RULES + "?") == (block_tokens(RULES), block_tokens(RULES), 0)
+        assert process.terminate() == 0

@@ -145,9 +145,10 @@ def test_stopped_at_once_after_exec(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ the end of a life
 
 
-def test_streams_that_do_not_end_in_time_are_aborted_with_a_last_word(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frontend", ["thread", "process"])
+def test_streams_that_do_not_end_in_time_are_aborted_with_a_last_word(tmp_path: Path, frontend: str) -> None:
     prepare(tmp_path, bytes_too=True)
-    with DaemonProcess(tmp_path, "--fake-step-ms", "20", "--drain-timeout-s", "0.5") as process:
+    with DaemonProcess(tmp_path, "--fake-step-ms", "20", "--drain-timeout-s", "0.5", "--frontend", frontend) as process:
         process.wait_ready()
         with process.client() as client:
             short = client.generate("a short one", stream=True, max_tokens=8, temperature=0.0, ignore_eos=True)
