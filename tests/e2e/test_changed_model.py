@@ -246,6 +246,17 @@ def test_changed_chat_template(first: FirstLife, tmp_path: Path) -> None:
     assert found.usage["rules"].prompt_tokens > first.answers.usage["rules"].prompt_tokens
 
 
+def test_a_template_that_refuses_the_messages_now(first: FirstLife, tmp_path: Path) -> None:
+    tiny_models.write_template(first.models.path, "{{ raise_exception('this model takes no system prompt') }}")
+    with first.models.daemon(first.copy(tmp_path)) as process:
+        process.wait_ready()
+        with process.client() as client:
+            pins = {pin["name"]: pin for pin in client.prefixes()["pins"]}
+        process.kill()
+    assert {name: pin["state"] for name, pin in pins.items()} == {"rules": "not_held", "text": "held", "ids": "not_held"}
+    assert "this model takes no system prompt" in pins["rules"]["reason"]
+
+
 def test_changed_tokenizer(first: FirstLife, tmp_path: Path) -> None:
     tiny_models.write_tokenizer(first.models.path, corpus=("nothing of all this was said or written anywhere before",))
     found = first.models.answers(first.copy(tmp_path), expected_pins={"rules", "text"})
