@@ -267,3 +267,47 @@ def test_after_three_failed_starts_pins_wait_for_a_good_one(tmp_path: Path) -> N
         with process.client() as client:
             assert ask(client, RULES + "?") == (block_tokens(RULES), block_tokens(RULES), 0)
         assert process.terminate() == 0
+
+
+def test_a_pin_under_a_salt_serves_its_tenant_alone(tmp_path: Path) -> None:
+    options: Any = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    expected = expected_tokens((RULES + "?").encode(), 8)
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            client.pin("rules", RULES, cache_salt=b"tenant")
+        process.kill()
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            stranger = client.generate(RULES + "?", **options)
+            tenant = client.generate(RULES + "?", cache_salt=b"tenant", **options)
+            assert stranger.usage.cached_tokens == 0
+            assert tenant.usage.restored_tokens == block_tokens(RULES)
+            assert list(stranger.token_ids) == list(tenant.token_ids) == expected
+        assert process.terminate() == 0
+
+
+def test_a_life_without_persistence_leaves_the_store_as_it_is(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            client.pin("rules", RULES)
+        process.kill()
+    with DaemonProcess(tmp_path, "--no-persist") as process:
+        process.wait_ready()
+        with process.client() as client:
+            assert ask(client, RULES + "?") == (block_tokens(RULES), 0, block_tokens(RULES))
+            client.pin("rules", OTHER)
+            client.pin("second", RULES)
+        process.kill()
+    with DaemonProcess(tmp_path) as process:
+        process.wait_ready()
+        with process.client() as client:
+            assert {name: pin["tokens"] for name, pin in pins(client).items()} == {
+                "rules": block_tokens(OTHER),
+                "second": block_tokens(RULES),
+            }
+            assert ask(client, RULES + "?") == (block_tokens(RULES), block_tokens(RULES), 0)
+            assert ask(client, OTHER + "?") == (block_tokens(OTHER), 0, block_tokens(OTHER))
+        assert process.terminate() == 0
