@@ -44,6 +44,8 @@ class Expected:
         self.max_tokens = min(command.max_tokens, max_model_len - self.num_prompt)
         self.is_poisoned = POISON in unpack_tokens(command.token_ids)
         self.credit = command.credit_tokens
+        self.last_grant = (0, 0)
+        """Round, and tokens granted in it."""
         self.heard = [[] for _ in range(command.num_choices)]
         self.reasons = {}
         self.cut = set()
@@ -85,7 +87,10 @@ class Client:
             case Submit():
                 self.requests[command.request_id].handed_in = state
             case Grant():
-                self.requests[command.request_id].credit += command.num_tokens
+                expected, now = self.requests[command.request_id], self.world.round
+                expected.credit += command.num_tokens
+                before = expected.last_grant[1] if expected.last_grant[0] == now else 0
+                expected.last_grant = (now, before + command.num_tokens)
             case Abort():
                 self.requests[command.request_id].is_aborted = True
             case FinishChoice():
@@ -161,7 +166,11 @@ class Client:
             case ErrorCode.NONFINITE_LOGITS:
                 assert expected.is_poisoned, "non-finite logits of somebody else"
             case ErrorCode.CLIENT_TOO_SLOW:
-                assert expected.credit < command.num_choices * expected.max_tokens
+                granted_round, late = expected.last_grant
+                credit = expected.credit - (
+                    late if granted_round == self.world.round else 0
+                )  # it may have come after the end, before its word
+                assert credit < command.num_choices * expected.max_tokens
             case ErrorCode.KV_CAPACITY:
                 needed = blocks_needed(expected.num_prompt, expected.max_tokens, command.num_choices, BLOCK)
                 assert needed > self.world.cache.num_blocks - self.world.cache.max_pinned_blocks, "there is room"
