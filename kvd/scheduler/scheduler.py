@@ -328,8 +328,12 @@ class Scheduler:
             if request.first_run_s is None:
                 request.has_used_cache = True
                 request.cached_tokens = table.num_cached_tokens
-                request.restored_tokens = max(request.restored_tokens, table.num_restored_tokens)
-                request.recomputed_tokens = max(request.recomputed_tokens, table.num_recomputed_tokens)
+                # a request planned anew may have used blocks for the first time in its earlier plan, and match fewer now
+                cached = request.cached_tokens
+                request.restored_tokens = min(cached, max(request.restored_tokens, table.num_restored_tokens))
+                request.recomputed_tokens = min(
+                    cached - request.restored_tokens, max(request.recomputed_tokens, table.num_recomputed_tokens)
+                )
             roster.seat(sequence, table)
             self._run_chunk(plan, sequence)
 
