@@ -33,7 +33,7 @@ def ask(client: Client, prompt: str, num_tokens: int = 16) -> int:
 
 
 def await_stored(client: Client, num_blocks: int) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while client.status()["store"]["blocks"] < num_blocks:
         assert time.monotonic() < deadline_s, client.status()["store"]
         time.sleep(0.02)
@@ -130,14 +130,14 @@ def test_killed_at_a_failpoint_while_persisting(tmp_path: Path, place: str) -> N
             fresh = f"a prefix that was never seen before, number {os.getpid()}. " * 12
             for suffix in ("one", "two", "three"):
                 ask(client, fresh + suffix)
-        assert process.wait_dead(20) == -9, f"{place} was never passed"
+        assert process.wait_dead(60) == -9, f"{place} was never passed"
     assert_recovered(tmp_path, restored=True)
 
 
 def test_killed_during_rehydration(tmp_path: Path) -> None:
     prepare(tmp_path)
     with DaemonProcess(tmp_path, env={"KVD_FAILPOINTS": "rehydrate.before_copy_in=kill"}) as process:
-        assert process.wait_dead(30) == -9
+        assert process.wait_dead(60) == -9
     assert_recovered(tmp_path, restored=True)
 
 

@@ -332,4 +332,4 @@ def test_steps_in_flight_follow_each_other_without_the_scheduler_knowing_the_tok
     direct = bytearray(pool.row_bytes)
     pool.read_blocks([0], memoryview(direct))
     assert staging == direct != bytes(pool.row_bytes)
-    assert executor.close(timeout_s=10)
+    assert executor.close(timeout_s=60)

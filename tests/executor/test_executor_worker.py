@@ -59,7 +59,7 @@ def executor(runner):
     executor = ExecutorThread(runner)
     yield executor
     runner.gate.set()
-    assert executor.close(timeout_s=10)
+    assert executor.close(timeout_s=60)
 
 
 def test_two_steps_and_the_copies_between_them_run_in_the_order_of_submission(runner, executor):
@@ -74,7 +74,7 @@ def test_two_steps_and_the_copies_between_them_run_in_the_order_of_submission(ru
     runner.gate.set()
     assert executor.collect(second).token_ids == [2]
     assert executor.collect(first).token_ids == [1]
-    assert copied_out.wait(timeout_s=10)
+    assert copied_out.wait(timeout_s=60)
     assert copied_in.done()
     assert staging == b"efgh"
     assert runner.log == ["step 1", "in", "step 2", "out"]
@@ -91,7 +91,7 @@ def test_collect_raises_what_the_step_raised_and_nothing_runs_afterwards(runner,
         executor.collect(bad)
     with pytest.raises(ExecutorFailedError, match="ArithmeticError: thirteen"):
         executor.collect(queued)
-    assert copy.wait(timeout_s=10)
+    assert copy.wait(timeout_s=60)
     assert isinstance(copy.error, ExecutorFailedError)
     with pytest.raises(ExecutorFailedError, match="thirteen") as caught:
         executor.submit(step(15))
@@ -104,7 +104,7 @@ def test_collect_raises_what_the_step_raised_and_nothing_runs_afterwards(runner,
 
 def test_a_copy_that_raises_shows_its_error_and_fails_the_executor(executor):
     ticket = executor.copy_out("target", [5], memoryview(bytearray(ROW_BYTES)))
-    assert ticket.wait(timeout_s=10)
+    assert ticket.wait(timeout_s=60)
     assert isinstance(ticket.error, KeyError)
     with pytest.raises(ExecutorFailedError):
         executor.submit(step(1))
@@ -132,5 +132,5 @@ def test_close_runs_what_is_queued_and_refuses_the_rest(runner):
     with pytest.raises(ExecutorClosedError):
         executor.submit(step(9))
     runner.gate.set()
-    assert executor.close(timeout_s=10)
+    assert executor.close(timeout_s=60)
     assert [ticket.result().step for ticket in tickets] == [0, 1, 2]
