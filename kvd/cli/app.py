@@ -16,6 +16,7 @@ from types import MappingProxyType
 import click
 
 from kvd.cli.exits import CommandError, Exit, exit_of_failure
+from kvd.cli.interrupts import raise_again
 from kvd.config import ConfigError
 
 
@@ -69,14 +70,33 @@ class LazyGroup(click.Group):
         command.name = cmd_name
         return command
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Once the command is imported, Ctrl-C is its own affair."""
+        resolved = super().resolve_command(ctx, args)
+        raise_again()
+        return resolved
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.summary) for name, entry in self._entries.items()])
 
 
+def _show_version(ctx: click.Context, _param: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        from kvd.cli.version import version
+
+        click.echo(f"kvd {version()}")
+        ctx.exit()
+
+
 root = LazyGroup(
     COMMANDS,
     name="kvd",
+    params=[
+        click.Option(
+            ["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version and exit."
+        )
+    ],
     help="kvd: an inference daemon whose KV cache survives restarts.",
     epilog="docs/operations.md describes every command, key and exit code. `kvd COMMAND --help` shows a command's options.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

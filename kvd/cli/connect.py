@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvd.cli.exits import CommandError, Exit, exit_of_failure
+from kvd.cli.interrupts import end_at_once, raise_again
 
 if TYPE_CHECKING:
     from kvd_client.client import Client
@@ -43,9 +44,11 @@ class Target:
             UsageError: the endpoint or a key is malformed.
             KvdError: the call failed.
         """
+        end_at_once()  # nothing is under way yet, and an import is a bad place for an exception
         from kvd_client.client import Client
         from kvd_client.errors import ConnectionLost
 
+        raise_again()
         connect_timeout_s = self.timeout_s if self.wait else min(0.9 * self.timeout_s, _CONNECT_TIMEOUT_S)
         try:
             client = Client(

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from kvd.cli import model_store, settings
+from kvd.cli.interrupts import end_at_once, raise_again
 from kvd.cli.settings import Key, Settings
 
 _SECTION_TITLES = {
@@ -66,9 +67,11 @@ def command(config_file: Path | None, print_config: bool, **flags: object) -> in
         click.echo(settings.render(loaded))
         return 0
     config = with_model(loaded).config
+    end_at_once()
     from kvd.daemon import run
     from kvd.observe import logging
 
+    raise_again()
     observe = config.observe
     logging.configure(level=observe.log_level, log_format=observe.log_format, log_prompts=observe.log_prompts)
     return run(config)

@@ -445,6 +445,10 @@ def test_a_fault_of_our_own_shows_its_traceback_and_exits_70(stub, capsys):
 def test_version(capsys):
     assert app.main(["version", "--json"]) == 0
     assert set(only_object(capsys.readouterr().out)) == {"version", "python"}
+    assert app.main(["version"]) == 0
+    line = capsys.readouterr().out
+    assert app.main(["--version"]) == 0
+    assert capsys.readouterr().out == line
 
 
 # ------------------------------------------------------------------------------------------------------------ serve
