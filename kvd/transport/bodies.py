@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from kvd_client.protocol.codec import nests_deeper
+from kvd_client.protocol.messages import MAX_NESTING
 
 from kvd.text.errors import TextError
 from kvd.transport.errors import RequestError, bad_request
@@ -121,6 +123,8 @@ def unpack_messages(body: bytes) -> list[dict[str, Any]]:
         if not isinstance(message.get("role"), str):
             raise bad_request("each message needs a role, a string")
         messages.append(message)
+    if nests_deeper(messages, MAX_NESTING):
+        raise bad_request(f"arrays and maps of the messages nest more than {MAX_NESTING} deep")
     return messages
 
 

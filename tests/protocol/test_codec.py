@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgpack
 import pytest
-from kvd_client.protocol.codec import ProtocolError, decode_client, encode, pack_body, unpack_body
+from kvd_client.protocol.codec import ProtocolError, decode_client, decode_server, encode, pack_body, unpack_body
 from kvd_client.protocol.codes import Code
-from kvd_client.protocol.messages import MAX_HEADER_BYTES, Generate, Ping
+from kvd_client.protocol.messages import MAX_HEADER_BYTES, MAX_NESTING, Generate, Ping
 
 
 def code_of(frames):
@@ -69,3 +69,40 @@ def test_structured_bodies():
         unpack_body(pack_body([0] * 10), max_items=9)
     with pytest.raises(ProtocolError):
         unpack_body(b"\xc1")
+    with pytest.raises(ProtocolError):
+        unpack_body(b"\x91" * MAX_NESTING + b"\x90")
+
+
+def nested_pin(levels):
+    """A pin whose header nests so many arrays and maps: itself, its arguments, arrays."""
+    fields = ["type", "pin", "op_id", bytes(16), "name", "evil", "input", "text", "template_args"]
+    return [b"\x85" + b"".join(map(msgpack.packb, fields)) + b"\x81\xa1x" + b"\x91" * (levels - 2) + b"\x01"]
+
+
+def test_nesting_is_bounded_and_the_ids_are_kept_for_the_answer():
+    message, _ = decode_client(nested_pin(MAX_NESTING))
+    assert message.name == "evil"
+    for levels in (MAX_NESTING + 1, 400, 900, 980, 1000):
+        with pytest.raises(ProtocolError, match="32 deep") as caught:
+            decode_client(nested_pin(levels))
+        assert caught.value.code is Code.BAD_REQUEST
+        assert caught.value.header["op_id"] == bytes(16)
+    assert code_of(nested_pin(5000)) is Code.BAD_REQUEST
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"type": "abort", "request_id": "AAAAAAAAAAAAAAAAAAAAAA=="},
+        {"type": "status", "op_id": "AAAAAAAAAAAAAAAAAAAAAA=="},
+        {"type": "generate", "request_id": bytes(16), "input": "text", "cache_salt": "AAAA"},
+        {"type": "unpin", "op_id": bytes(16), "name": b"name"},
+    ],
+)
+def test_bytes_and_text_do_not_stand_for_each_other(header):
+    assert code_of([msgpack.packb(header)]) is Code.BAD_REQUEST
+
+
+def test_a_daemons_ids_are_bytes_too():
+    with pytest.raises(ProtocolError):
+        decode_server([msgpack.packb({"type": "result", "op_id": "AAAAAAAAAAAAAAAAAAAAAA=="})])

@@ -7,6 +7,7 @@ import tracemalloc
 import pytest
 from edge_fakes import ByteText
 from kvd_client.protocol.codec import pack_body
+from kvd_client.protocol.messages import MAX_NESTING
 
 from kvd.transport.bodies import MAX_CHAT_MESSAGES, MAX_STRUCTURED_BYTES, TextJob, run_text_job, unpack_messages
 from kvd.transport.errors import RequestError
@@ -59,6 +60,16 @@ def test_structured_values_have_one_budget():
     assert len(unpack_messages(pack_body([{"role": "user", "content": part}] * fits))) == fits
     with pytest.raises(RequestError, match="structured"):
         unpack_messages(pack_body([{"role": "user", "content": part}] * (fits * 2)))
+
+
+@pytest.mark.parametrize("levels", [MAX_NESTING, MAX_NESTING + 1, 400, 900, 990, 5000])
+def test_nesting_of_any_key_of_a_message_is_bounded(levels):
+    body = b"\x91\x82\xa4role\xa4user\xa5extra" + b"\x91" * (levels - 2) + b"\x01"
+    if levels <= MAX_NESTING:
+        assert unpack_messages(body)[0]["role"] == "user"
+    else:
+        with pytest.raises(RequestError):
+            unpack_messages(body)
 
 
 def test_too_many_messages():

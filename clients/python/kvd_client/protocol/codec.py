@@ -13,9 +13,11 @@ import msgpack
 import msgspec
 
 from kvd_client.protocol.codes import Code
-from kvd_client.protocol.messages import MAX_HEADER_BYTES, ClientMessage, Message, ServerMessage
+from kvd_client.protocol.messages import MAX_HEADER_BYTES, MAX_NESTING, ClientMessage, Message, ServerMessage
 
 _MAX_ITEMS = 4096
+_BYTES_ARE_BIN = (bytes,)
+"""To msgspec a ``str`` may stand for ``bytes``, as base64; with bytes as a type of its own it may not."""
 _CLIENT_TYPES = frozenset(struct.__struct_config__.tag for struct in ClientMessage.__args__)
 _SERVER_TYPES = frozenset(struct.__struct_config__.tag for struct in ServerMessage.__args__)
 
@@ -70,9 +72,24 @@ def unpack_body(body: bytes, *, max_items: int = 65536) -> Any:
     """Read a structured body.
 
     Raises:
-        ProtocolError: not msgpack, or more items in one array or map than ``max_items``.
+        ProtocolError: not msgpack, more items in one array or map than ``max_items``, or nested deeper than ``MAX_NESTING``.
     """
     return _unpack(body, max_items)
+
+
+def nests_deeper(value: Any, max_levels: int) -> bool:
+    """Whether arrays and maps lie in each other more than ``max_levels`` deep. Goes level by level: no depth of the value costs stack."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(max_levels):
+        if not level:
+            return False
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, dict | list)
+        ]
+    return bool(level)
 
 
 def _header(frames: Sequence[bytes], known_types: frozenset[object]) -> dict[str, Any]:
@@ -91,13 +108,17 @@ def _header(frames: Sequence[bytes], known_types: frozenset[object]) -> dict[str
 
 def _unpack(data: bytes, max_items: int) -> Any:
     try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=True, max_array_len=max_items, max_map_len=max_items, max_ext_len=0)
+        value = msgpack.unpackb(data, raw=False, strict_map_key=True, max_array_len=max_items, max_map_len=max_items, max_ext_len=0)
     except Exception as error:  # msgpack raises six unrelated classes; each means the same here
         raise ProtocolError(Code.BAD_REQUEST, f"not a msgpack message: {type(error).__name__}") from error
+    if nests_deeper(value, MAX_NESTING):
+        header = value if isinstance(value, dict) else None
+        raise ProtocolError(Code.BAD_REQUEST, f"arrays and maps nest more than {MAX_NESTING} deep", header)
+    return value
 
 
 def _convert(header: dict[str, Any], union: Any) -> Any:
     try:
-        return msgspec.convert(header, union)
+        return msgspec.convert(header, union, builtin_types=_BYTES_ARE_BIN)
     except (msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(Code.BAD_REQUEST, f"bad {header['type']} message: {error}", header) from error

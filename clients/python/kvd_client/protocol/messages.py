@@ -14,6 +14,8 @@ import msgspec
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
 MAX_HEADER_BYTES = 64 * 1024
+MAX_NESTING = 32
+"""Arrays and maps within each other, in a header (itself the first level) and in a structured body."""
 ID_BYTES = 16
 
 
