@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvd.cli.exits import CommandError, Exit
 from kvd.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--max-tokens", {"type": click.IntRange(min=1), "metavar": "N", "help": "Most output tokens; otherwise what fits the model."}),
+    ("--min-tokens", {"type": click.IntRange(min=0), "metavar": "N", "help": "No end of sequence and no stop token id before so many."}),
     ("--temperature", {"type": click.FloatRange(min=0), "metavar": "T", "help": "0 is greedy. [daemon's default: 1]"}),
     ("--top-p", {"type": click.FloatRange(min=0, max=1), "metavar": "P", "help": "Keep the most likely tokens that make up P."}),
     ("--top-k", {"type": click.IntRange(min=0), "metavar": "K", "help": "Keep the K most likely tokens; 0: all."}),
@@ -24,11 +26,32 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         {"type": click.FloatRange(min=0, max=1), "metavar": "P", "help": "Keep tokens at least P times as likely as the likeliest."},
     ),
     ("--repetition-penalty", {"type": click.FloatRange(min=0, min_open=True), "metavar": "X", "help": "1 is none."}),
-    ("--seed", {"type": int, "metavar": "S", "help": "The same seed gives the same tokens."}),
+    ("--presence-penalty", {"type": float, "metavar": "X", "help": "Taken from the logits of tokens that the answer has; 0 is none."}),
+    ("--frequency-penalty", {"type": float, "metavar": "X", "help": "The same for each time that the answer has them; 0 is none."}),
+    ("--seed", {"type": int, "metavar": "S", "help": "The same seed draws the same noise."}),
+    (
+        "--logprobs",
+        {"type": click.IntRange(0, 20), "metavar": "K", "help": "With --json: log probabilities of the tokens and of the K likeliest."},
+    ),
     ("--stop", {"multiple": True, "metavar": "TEXT", "help": "End the answer before this text; may be repeated."}),
+    (
+        "--stop-token-id",
+        {"multiple": True, "type": click.IntRange(min=0), "metavar": "ID", "help": "End the answer with this token; may be repeated."},
+    ),
     ("--ignore-eos", {"is_flag": True, "help": "Go on after the end-of-sequence token."}),
     ("--n", {"type": click.IntRange(min=1), "metavar": "N", "help": "So many answers to the same prompt."}),
 )
+
+
+_PLURAL = {"stop_token_id": "stop_token_ids"}
+_CUT_SHORT = "the daemon's drain ended the answer before it was complete; the same command may succeed on the next daemon"
+
+
+class CutShortError(CommandError):
+    """A drain ran out of time and aborted the answer; what there is of it has been printed."""
+
+    def __init__(self) -> None:
+        super().__init__(_CUT_SHORT, Exit.TEMPORARY)
 
 
 def generation_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,8 +60,10 @@ def generation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def wrapped(**given: Any) -> Any:
         names = [flag.removeprefix("--").replace("-", "_") for flag, _ in _OPTIONS]
-        values = {name: given.pop(name) for name in names}
+        values = {_PLURAL.get(name, name): given.pop(name) for name in names}
         options = {name: value for name, value in values.items() if value is not None and value is not False and value != ()}
+        if "logprobs" in options and not given["as_json"]:
+            raise click.UsageError("--logprobs needs --json")
         return command(options=options, **given)
 
     for flag, attributes in reversed(_OPTIONS):
@@ -51,6 +76,9 @@ def answer(client: Client, prompt: str | list[dict[str, str]], options: dict[str
 
     With ``stream`` the text appears as it comes: on standard output, or with ``as_json`` on standard error, so that standard output holds
     one object in any case.
+
+    Raises:
+        CutShortError: after printing, if the daemon aborted the answer, which only its drain does unasked.
     """
     completion: Completion
     if not stream:
@@ -65,17 +93,19 @@ def answer(client: Client, prompt: str | list[dict[str, str]], options: dict[str
             click.echo(err=as_json)
         completion = chunks.completion
     if as_json:
-        print_json(completion_object(completion))
+        print_json(completion_object(completion, has_logprobs="logprobs" in options))
     elif not stream:
         for choice in completion.choices:
             click.echo((f"[{choice.index}] " if len(completion.choices) > 1 else "") + choice.text)
+    if any(choice.finish_reason == "aborted" for choice in completion.choices):
+        raise CutShortError
     return completion
 
 
-def completion_object(completion: Completion) -> dict[str, Any]:
+def completion_object(completion: Completion, *, has_logprobs: bool) -> dict[str, Any]:
     """The object of ``--json``; with several choices they are listed under ``choices``."""
     usage, timings = completion.usage, completion.timings
-    choices = [_choice_object(choice) for choice in completion.choices]
+    choices = [_choice_object(choice, has_logprobs=has_logprobs) for choice in completion.choices]
     return {
         **(choices[0] if len(choices) == 1 else {"choices": choices}),
         "usage": {
@@ -89,5 +119,16 @@ def completion_object(completion: Completion) -> dict[str, Any]:
     }
 
 
-def _choice_object(choice: Choice) -> dict[str, Any]:
-    return {"text": choice.text, "token_ids": list(choice.token_ids), "finish_reason": choice.finish_reason}
+def _choice_object(choice: Choice, *, has_logprobs: bool) -> dict[str, Any]:
+    answered = {"text": choice.text, "token_ids": list(choice.token_ids), "finish_reason": choice.finish_reason}
+    if not has_logprobs:
+        return answered
+    logprobs = [
+        {
+            "token_id": each.token_id,
+            "logprob": each.logprob,
+            "top": [{"token_id": token_id, "logprob": logprob} for token_id, logprob in each.top],
+        }
+        for each in choice.logprobs
+    ]
+    return {**answered, "logprobs": logprobs}

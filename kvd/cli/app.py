@@ -41,7 +41,7 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "prefixes": Entry("kvd.cli.pins:prefixes_command", "List the pins and the hottest prefixes."),
         "status": Entry("kvd.cli.status:status_command", "Show the daemon's state."),
         "stats": Entry("kvd.cli.status:stats_command", "Show counters and rates."),
-        "ping": Entry("kvd.cli.status:ping_command", "Ask whether a daemon answers."),
+        "ping": Entry("kvd.cli.status:ping_command", "Ask whether a daemon answers and is ready."),
         "checkpoint": Entry("kvd.cli.control:checkpoint_command", "Write every hot block to disk now."),
         "drain": Entry("kvd.cli.control:drain_command", "Stop the daemon gracefully."),
         "store": Entry("kvd.cli.store:group", "Check or dump a state directory."),

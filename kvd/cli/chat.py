@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvd.cli.answers import answer, generation_options
+from kvd.cli.answers import CutShortError, answer, generation_options
 from kvd.cli.connect import Target, json_option, target_options
 from kvd.cli.prompts import as_messages, prompt_or_stdin, system_options
 
@@ -60,5 +60,8 @@ def _converse(client: Client, system: str | None, options: dict[str, Any]) -> No
             completion = answer(client, asked, options, stream=True, as_json=False)
         except KeyboardInterrupt:
             click.echo("(stopped)", err=True)
+            continue
+        except CutShortError:
+            click.echo("(cut short by the daemon's drain; ask again)", err=True)
             continue
         messages = [*asked, {"role": "assistant", "content": completion.text}]

@@ -16,9 +16,11 @@ from kvd.cli.interrupts import end_at_once, raise_again
 
 if TYPE_CHECKING:
     from kvd_client.client import Client
+    from kvd_client.errors import ConnectionLost
 
 _CONNECT_TIMEOUT_S = 5.0
-_NOT_READY = frozenset({"starting", "rehydrating", "draining"})
+READY = "ready"
+"""The one state in which a daemon takes requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,19 @@ class Target:
             with client:
                 if needs_ready and self.wait:
                     client.wait_ready()
-                elif needs_ready and (state := client.ping().state) in _NOT_READY:
+                elif needs_ready and (state := client.ping().state) != READY:
                     raise CommandError(f"the daemon at {client.endpoint} is {state}; --wait waits until it is ready", Exit.UNAVAILABLE)
                 yield client
         except ConnectionLost as error:
-            raise CommandError(f"{error} (at {client.endpoint})", exit_of_failure(error.code, retryable=error.retryable)) from error
+            raise CommandError(_with_advice(error, client.endpoint), exit_of_failure(error.code, retryable=error.retryable)) from error
+
+
+def _with_advice(error: ConnectionLost, endpoint: str) -> str:
+    """The message, which names the endpoint once, and what to do about it."""
+    message = str(error).removeprefix("connection_lost: ")
+    if endpoint not in message:
+        message = f"{message} (at {endpoint})"
+    return f"{message}; `kvd serve` starts one" if message.startswith("no daemon answers") else message
 
 
 def target_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from kvd.cli.connect import Target, json_option, target_options
+from kvd.cli.connect import READY, Target, json_option, target_options
+from kvd.cli.exits import Exit
 from kvd.cli.output import print_facts, print_json, print_rows
 from kvd.cli.units import human_duration, human_size
 
@@ -43,8 +44,11 @@ def stats_command(*, target: Target, as_json: bool) -> None:
 @click.command()
 @json_option
 @target_options
-def ping_command(*, target: Target, as_json: bool) -> None:
-    """Ask whether a daemon answers, and in which state it is; with --wait, wait until it is ready."""
+def ping_command(*, target: Target, as_json: bool) -> int:
+    """Ask whether a daemon answers and is ready, and say in which state it is; with --wait, wait until it is ready.
+
+    Exit code 69 if none answers, or it is not ready.
+    """
     with target.client(needs_ready=target.wait) as client:
         result = client.ping()
         endpoint = client.endpoint
@@ -54,6 +58,7 @@ def ping_command(*, target: Target, as_json: bool) -> None:
         )
     else:
         click.echo(f"{endpoint} is {result.state}, answered in {result.round_trip_s * 1e3:.1f} ms")
+    return Exit.OK if result.state == READY else Exit.UNAVAILABLE
 
 
 def _status_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -71,9 +76,11 @@ def _status_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if store := report.get("store"):
         yield "store", _list(store)
     if rehydration := report.get("rehydration"):
-        yield "rehydration", _list({key: value for key, value in rehydration.items() if key != "dropped"})
+        yield "rehydration", _list({key: value for key, value in rehydration.items() if key not in {"dropped", "pins_not_held"}})
         if dropped := rehydration.get("dropped"):
             yield "dropped", _list(dropped)
+        if not_held := rehydration.get("pins_not_held"):
+            yield "warning", f"{not_held} of the pins not held; `kvd prefixes` says why"
 
 
 def _list(values: Mapping[str, Any]) -> str:

@@ -178,4 +178,6 @@ def test_without_a_daemon_ping_ends_with_69(endpoint):
     with kvd(endpoint, "ping", "--timeout", "0.5") as process:
         out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (Exit.UNAVAILABLE, "")
-    assert endpoint in err
+    assert err.startswith(f"kvd: no daemon answers at {endpoint}")
+    assert err.count(endpoint) == 1
+    assert err.endswith("; `kvd serve` starts one\n")

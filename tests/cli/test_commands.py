@@ -9,7 +9,7 @@ import types
 
 import pytest
 from kvd_client.errors import ConnectionLost, KvdError, Timeout
-from kvd_client.results import CheckpointResult, Choice, Chunk, Completion, PingResult, PinResult, Timings, Usage
+from kvd_client.results import CheckpointResult, Choice, Chunk, Completion, PingResult, PinResult, Timings, TokenLogprob, Usage
 
 from kvd.cli import app, serve
 from kvd.cli.exits import MEANINGS, Exit, exit_of_failure
@@ -69,6 +69,8 @@ class StubClient:
     state = "ready"
     fail: BaseException | None = None
     texts = ("Hello there",)
+    finish_reason = "stop"
+    logprobs: tuple[TokenLogprob, ...] = ()
     made: dict
 
     def __init__(self, endpoint=None, **options):
@@ -98,7 +100,7 @@ class StubClient:
             self.calls.append((name, (prompt,), {"stream": True, **options}))
         else:
             self._record(name, prompt, **options)
-        choices = tuple(Choice(i, text, (1, 2, 3), "stop") for i, text in enumerate(self.texts))
+        choices = tuple(Choice(i, text, (1, 2, 3), self.finish_reason, self.logprobs) for i, text in enumerate(self.texts))
         completion = Completion(b"x" * 16, choices, USAGE, TIMINGS, 7)
         chunks = [Chunk(0, 0, (1,), "Hello"), Chunk(0, 1, (2, 3), " there"), Chunk(0, 3, (), "", finish_reason="stop")]
         return StubStream(chunks, completion, self.fail) if stream else completion
@@ -183,11 +185,19 @@ def test_several_choices_are_listed(stub, capsys):
 
 
 def test_every_flag_reaches_the_client_and_zero_is_a_value(stub):
-    flags = "--max-tokens 9 --temperature 0 --top-p 0.5 --top-k 0 --min-p 0 --repetition-penalty 1.5 --seed 0 --stop a --stop b --ignore-eos --n 1"
-    assert app.main(["generate", "--prompt", "Hi", *flags.split()]) == 0
+    sampling = (
+        "--temperature 0 --top-p 0.5 --top-k 0 --min-p 0 --repetition-penalty 1.5 --presence-penalty 0 --frequency-penalty -0.5 --seed 0"
+    )
+    ends = "--max-tokens 9 --min-tokens 0 --stop a --stop b --stop-token-id 0 --stop-token-id 7 --ignore-eos --n 1 --logprobs 0 --json"
+    assert app.main(["generate", "--prompt", "Hi", *sampling.split(), *ends.split()]) == 0
     ((_, _, options),) = stub.calls
     assert options == {
         "max_tokens": 9,
+        "min_tokens": 0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": -0.5,
+        "stop_token_ids": (0, 7),
+        "logprobs": 0,
         "temperature": 0.0,
         "top_p": 0.5,
         "top_k": 0,
@@ -198,6 +208,48 @@ def test_every_flag_reaches_the_client_and_zero_is_a_value(stub):
         "ignore_eos": True,
         "n": 1,
     }
+
+
+def test_logprobs_are_part_of_the_object_where_they_were_asked_for(stub, capsys):
+    stub.logprobs = (TokenLogprob(token_id=1, logprob=-0.5, top=((1, -0.5), (9, -2.0))), TokenLogprob(token_id=2, logprob=-0.25))
+    assert app.main(["chat", "--prompt", "Hi", "--logprobs", "2", "--json"]) == 0
+    assert only_object(capsys.readouterr().out)["logprobs"] == [
+        {"token_id": 1, "logprob": -0.5, "top": [{"token_id": 1, "logprob": -0.5}, {"token_id": 9, "logprob": -2.0}]},
+        {"token_id": 2, "logprob": -0.25, "top": []},
+    ]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("flags", [[], ["--stream"], ["--json"], ["--stream", "--json"]], ids=" ".join)
+def test_an_answer_that_a_drain_cut_short_is_printed_and_is_no_success(stub, capsys, command, flags):
+    stub.finish_reason = "aborted"
+    assert app.main([command, "--prompt", "Hi", *flags]) == Exit.TEMPORARY
+    printed = capsys.readouterr()
+    last = printed.err.splitlines()[-1]
+    assert last.startswith("kvd: ")
+    assert "drain" in last
+    if "--json" in flags:
+        assert only_object(printed.out)["finish_reason"] == "aborted"
+    else:
+        assert printed.out == "Hello there\n"
+
+
+def test_an_answer_that_a_drain_cut_short_is_no_turn_of_the_conversation(stub, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    def ask(_prompt):
+        stub.finish_reason = "stop" if stub.calls else "aborted"
+        if len(stub.calls) == 2:
+            raise EOFError
+        return f"question {len(stub.calls)}"
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("builtins.input", ask)
+    assert app.main(["chat"]) == 0
+    assert stub.calls[1][1] == ([{"role": "user", "content": "question 1"}],)
+    assert "drain" in capsys.readouterr().err
 
 
 def test_a_system_prompt_makes_it_a_conversation(stub, tmp_path):
@@ -328,6 +380,16 @@ def test_human_status(stub, capsys):
     assert facts["dropped"] == "checksum 1"
 
 
+def test_human_status_warns_of_pins_that_are_not_held(stub, capsys, monkeypatch):
+    assert app.main(["status"]) == 0
+    assert "warning" not in capsys.readouterr().out
+    monkeypatch.setitem(STATUS["rehydration"], "pins_not_held", 2)
+    assert app.main(["status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].split(maxsplit=1) == ["warning", "2 of the pins not held; `kvd prefixes` says why"]
+    assert "not held" not in next(line for line in lines if line.startswith("rehydration"))
+
+
 def test_human_stats_and_prefixes(stub, capsys):
     assert app.main(["stats"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -371,6 +433,15 @@ def test_a_daemon_that_is_not_ready_is_unavailable_unless_waited_for(stub, capsy
     assert app.main(["status"]) == 0
 
 
+@pytest.mark.parametrize(("state", "code"), [("ready", 0), ("starting", 69), ("rehydrating", 69), ("draining", 69)])
+def test_ping_says_the_state_and_succeeds_only_when_ready(stub, capsys, state, code):
+    stub.state = state
+    assert app.main(["ping"]) == code
+    assert capsys.readouterr().out == f"ipc:///default is {state}, answered in 2.0 ms\n"
+    assert app.main(["ping", "--json"]) == code
+    assert only_object(capsys.readouterr().out)["state"] == state
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -398,8 +469,8 @@ def test_a_failure_is_one_line_and_an_exit_code(stub, capfd, error, code, flags,
     assert app.main(["generate", "--prompt", "Hi", *flags]) == code
     if code not in {130, 141}:
         printed = capfd.readouterr()
-        where = " (at ipc:///default)" if isinstance(error, ConnectionLost) else ""
-        assert printed.err == f"kvd: {error}{where}\n"
+        expected = "no daemon answers (at ipc:///default); `kvd serve` starts one" if isinstance(error, ConnectionLost) else str(error)
+        assert printed.err == f"kvd: {expected}\n"
         assert printed.out == ("Hello there\n" if flags else ""), "what has come stays, on a line of its own"
 
 
@@ -418,6 +489,7 @@ def test_every_failure_code_has_an_exit_code_that_is_documented():
         ["generate", "--no-such-flag"],
         ["generate", "--prompt", "x", "--n", "2", "--stream"],
         ["generate", "--prompt", "x", "--max-tokens", "many"],
+        ["generate", "--prompt", "x", "--logprobs", "1"],
         ["generate", "--prompt", "x", "--system", "a", "--system-file", "b"],
         ["pin", "a"],
         ["pin", "a", "--system", "x", "--prompt-file", "y"],
