@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import socket
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -128,8 +129,21 @@ def _directory(path: Path) -> dict[str, Any]:
 def _endpoint(endpoint: str) -> dict[str, Any]:
     if not endpoint.startswith("ipc://"):
         return {"endpoint": endpoint}
-    socket = Path(endpoint.removeprefix("ipc://"))
-    return {"endpoint": endpoint, "in_use": socket.is_socket(), "writable": _directory(socket.parent)["writable"]}
+    path = Path(endpoint.removeprefix("ipc://"))
+    return {"endpoint": endpoint, "in_use": _is_answered(path), "writable": _directory(path.parent)["writable"]}
+
+
+def _is_answered(path: Path) -> bool:
+    """Whether somebody listens at the socket; one that a killed daemon left behind refuses."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a full backlog is an answer too
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except OSError:  # not ours to connect to, or busy
+            return path.is_socket()
+        return True
 
 
 def _limits() -> dict[str, str]:

@@ -112,7 +112,7 @@ def _messages(path: Path) -> list[dict[str, Any]]:
     try:
         messages = json.loads(read_text(path))
     except ValueError as error:
-        raise CommandError(f"{path}: {error}", Exit.DATA) from error
+        raise CommandError(f"{path} is not JSON: {error}", Exit.DATA) from error
     if (
         not isinstance(messages, list)
         or not messages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import click
 from kvd.cli import model_store, settings
 from kvd.cli.interrupts import end_at_once, raise_again
 from kvd.cli.settings import Key, Settings
+from kvd.config import ConfigError
 
 _SECTION_TITLES = {
     "model": "Model",
@@ -58,7 +60,7 @@ def command(config_file: Path | None, print_config: bool, **flags: object) -> in
     """Run the daemon in the foreground until SIGTERM, `kvd drain` or Ctrl-C.
 
     A value comes from the flag, else from KVD_<KEY> of the environment, else from the TOML file, else it is the default. Sizes take
-    KiB, MiB, GiB; times are in seconds.
+    KiB, MiB, GiB, TiB; times are in seconds.
     """
     from kvd_client.endpoints import default_listen_endpoint
 
@@ -66,7 +68,8 @@ def command(config_file: Path | None, print_config: bool, **flags: object) -> in
     if print_config:
         click.echo(settings.render(loaded))
         return 0
-    config = with_model(loaded).config
+    loaded = with_model(loaded)
+    config = loaded.config
     end_at_once()
     from kvd.daemon import run
     from kvd.observe import logging
@@ -74,7 +77,16 @@ def command(config_file: Path | None, print_config: bool, **flags: object) -> in
     raise_again()
     observe = config.observe
     logging.configure(level=observe.log_level, log_format=observe.log_format, log_prompts=observe.log_prompts)
-    return run(config)
+    try:
+        return run(config)
+    except ConfigError as error:
+        raise _with_origin(error, loaded.origins) from error
+
+
+def _with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
+    """An error about ``key = value``, with where the value came from."""
+    origin = origins.get(str(error).partition(" = ")[0])
+    return ConfigError(f"{error} (from {origin})") if origin else error
 
 
 def with_model(loaded: Settings) -> Settings:

@@ -260,7 +260,7 @@ def _full_name(key: Key) -> str:
 
 
 def _wrong(key: Key, value: Any, origin: str) -> ConfigError:
-    kind = "a size in bytes, or with KiB, MiB, GiB" if key.is_size else {int: "a whole number", float: "a number"}.get(key.kind, "")
+    kind = "a size in bytes, or with KiB, MiB, GiB, TiB" if key.is_size else {int: "a whole number", float: "a number"}.get(key.kind, "")
     allowed = ", ".join(filter(None, (kind, key.rule.allowed)))
     return ConfigError(f"{_full_name(key)}: {value!r} (from {origin}) is not allowed; allowed: {allowed}")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,25 @@ from kvd.cli import settings
 from kvd.cli.exits import CommandError, Exit
 from kvd.cli.output import print_facts, print_json
 
-_state_dir_option = click.option(
-    "--state-dir", metavar="DIR", type=click.Path(path_type=Path), help="State directory; otherwise the one that `kvd serve` would use."
-)
+_PARTS = ("recipes", "wal", "kv", "lock")
+"""What a state directory holds, at least one of them (docs/storage-format.md)."""
+
+
+def _where(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--state-dir`` and ``--config``; the command gets the directory as ``state_dir``."""
+
+    @click.option(
+        "--state-dir",
+        metavar="DIR",
+        type=click.Path(path_type=Path),
+        help="State directory; otherwise the one that `kvd serve` would use.",
+    )
+    @click.option("--config", "config_file", metavar="FILE", type=click.Path(path_type=Path), help="TOML file; $KVD_CONFIG otherwise.")
+    @functools.wraps(command)
+    def wrapped(*, state_dir: Path | None, config_file: Path | None, **rest: Any) -> Any:
+        return command(state_dir=state_dir or settings.load({}, config_file=config_file).config.storage.state_dir, **rest)
+
+    return wrapped
 
 
 @click.group()
@@ -24,10 +41,10 @@ def group() -> None:
 
 
 @group.command("check")
-@_state_dir_option
+@_where
 @click.option("--repair", is_flag=True, help="Do what a start would do and remove what fails its checks; not beside a live daemon.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def check_command(state_dir: Path | None, repair: bool, as_json: bool) -> int:
+def check_command(state_dir: Path, repair: bool, as_json: bool) -> int:
     """Read every record, node and block and verify all checksums. Exit code 65 if there is damage.
 
     Without --repair nothing is written, also beside a live daemon. With it the report is that of the repaired directory.
@@ -44,8 +61,8 @@ def check_command(state_dir: Path | None, repair: bool, as_json: bool) -> int:
 
 
 @group.command("dump")
-@_state_dir_option
-def dump_command(state_dir: Path | None) -> None:
+@_where
+def dump_command(state_dir: Path) -> None:
     """Print what is kept, one JSON object a line: recipes, WAL records, nodes and blocks (without their bytes)."""
     with _storage_errors():
         from kvd.storage.tools import dump_store
@@ -54,15 +71,16 @@ def dump_command(state_dir: Path | None) -> None:
             print_json(entry)
 
 
-def _existing(state_dir: Path | None) -> Path:
-    """The state directory that is meant.
+def _existing(path: Path) -> Path:
+    """The state directory, once there is something of kvd in it.
 
     Raises:
-        CommandError: it does not exist.
+        CommandError: it does not exist, or nothing in it is kvd's.
     """
-    path = state_dir or settings.load({}).config.storage.state_dir
     if not path.is_dir():
         raise CommandError(f"there is no state directory {path}", Exit.NO_INPUT)
+    if not any((path / name).exists() for name in _PARTS):
+        raise CommandError(f"no kvd state in {path}", Exit.NO_INPUT)
     return path
 
 

@@ -14,6 +14,7 @@ from kvd_client.results import CheckpointResult, Choice, Chunk, Completion, Ping
 from kvd.cli import app, serve
 from kvd.cli.exits import MEANINGS, Exit, exit_of_failure
 from kvd.cli.output import print_rows
+from kvd.config import ConfigError
 from kvd.types import RETRYABLE_CODES, ErrorCode
 
 USAGE = Usage(prompt_tokens=40, cached_tokens=32, restored_tokens=16, recomputed_tokens=0, completion_tokens=3)
@@ -348,7 +349,9 @@ def test_pin_from_each_source(stub, tmp_path, capsys):
 def test_wrong_messages_are_refused_before_anything_is_sent(stub, tmp_path, content, capsys):
     (tmp_path / "m.json").write_text(content, encoding="utf-8")
     assert app.main(["pin", "a", "--messages-file", str(tmp_path / "m.json")]) == Exit.DATA
-    assert "m.json" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "m.json" in message
+    assert ("is not JSON" in message) == (content == "not json")
     assert stub.calls == []
 
 
@@ -598,3 +601,20 @@ def test_print_config_needs_no_model_and_starts_nothing(daemon, capsys):
 def test_a_wrong_value_exits_78(daemon, capsys):
     assert app.main(["serve", "--max-running", "0"]) == Exit.CONFIG
     assert "flag --max-running" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("device = 'cuda': torch finds no CUDA device here", "device = 'cuda': torch finds no CUDA device here (from env KVD_DEVICE)"),
+        ("a model that can't be read", "a model that can't be read"),
+    ],
+)
+def test_what_the_daemon_refuses_at_its_start_names_the_values_origin(daemon, monkeypatch, capsys, message, shown):
+    def refuse(_config):
+        raise ConfigError(message)
+
+    monkeypatch.setattr(sys.modules["kvd.daemon"], "run", refuse)
+    monkeypatch.setenv("KVD_DEVICE", "cuda")
+    assert app.main(["serve", "--executor", "fake"]) == Exit.CONFIG
+    assert capsys.readouterr().err == f"kvd: {shown}\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 
 import pytest
 
@@ -58,3 +59,14 @@ def test_for_people(capsys):
     text = capsys.readouterr().out
     assert "executor  executor fake" in text
     assert text.splitlines()[-1].split() == ["problems", "none"]
+
+
+def test_an_endpoint_is_in_use_only_while_somebody_listens(capsys, tmp_path):
+    path = tmp_path / "run" / "kvd.sock"
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen(1)
+        assert report_of(capsys)[1]["listen"][0]["in_use"] is True
+    assert path.is_socket(), "left behind, as by a killed daemon"
+    assert report_of(capsys)[1]["listen"][0]["in_use"] is False

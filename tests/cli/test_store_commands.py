@@ -22,6 +22,11 @@ REPORT = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _state(tmp_path):
+    (tmp_path / "recipes").mkdir()
+
+
 @pytest.fixture
 def tools(monkeypatch):
     """The stubbed tools: what they are called with, return and raise may be set by the test."""
@@ -91,3 +96,22 @@ def test_the_directory_is_the_one_that_serve_would_use(tools, tmp_path, monkeypa
     monkeypatch.setenv("KVD_STATE_DIR", str(tmp_path / "none"))
     assert app.main(["store", "check"]) == Exit.NO_INPUT
     assert f"{tmp_path}/none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["check"], ["check", "--repair"], ["dump"]], ids=" ".join)
+def test_a_directory_of_other_things_is_refused_and_left_alone(tools, tmp_path, capsys, command):
+    other = tmp_path / "photos"
+    other.mkdir()
+    (other / "cat.jpg").touch()
+    assert app.main(["store", *command, "--state-dir", str(other)]) == Exit.NO_INPUT
+    assert capsys.readouterr().err == f"kvd: no kvd state in {other}\n"
+    assert tools.calls == []
+    assert [path.name for path in other.iterdir()] == ["cat.jpg"]
+
+
+@pytest.mark.parametrize("command", ["check", "dump"])
+def test_the_configuration_file_says_where(tools, tmp_path, monkeypatch, command):
+    monkeypatch.delenv("KVD_STATE_DIR", raising=False)
+    (tmp_path / "kvd.toml").write_text(f'[storage]\nstate_dir = "{tmp_path}"\n', encoding="utf-8")
+    assert app.main(["store", command, "--config", str(tmp_path / "kvd.toml")]) == Exit.OK
+    assert tools.calls[0][0] == tmp_path
