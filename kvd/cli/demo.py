@@ -20,11 +20,11 @@ _STEP_KEYS = ("running", "num_tokens", "blocks_used", "blocks_shared", "blocks_c
 @click.option("--steps", is_flag=True, help="Print a line for each engine step: running, tokens, blocks used, shared, cached, free.")
 @click.option("--dtype", default="auto", show_default=True, help="As for `kvd serve`.")
 @click.option("--kv-memory", default="512MiB", show_default=True, metavar="SIZE", help="As for `kvd serve`.")
-@click.option("--keep", is_flag=True, help="Keep the state directories and the daemons' log, and say where.")
+@click.option("--keep", is_flag=True, help="Keep the state directories and the daemons' log in any case, and say where.")
 def command(as_json: bool, steps: bool, dtype: str, kv_memory: str, keep: bool) -> int:
     """Serve a real model, kill the daemon with SIGKILL, restart it, and show that the system prompt is still warm.
 
-    Ends with exit code 1 if one of the facts does not hold.
+    Ends with exit code 1 if one of the facts does not hold; then, as after any failure, state and logs are kept.
     """
     from kvd.cli.demo_run import Demo, DemoError
 
@@ -32,14 +32,17 @@ def command(as_json: bool, steps: bool, dtype: str, kv_memory: str, keep: bool) 
     root = Path(tempfile.mkdtemp(prefix="kvd-demo-"))
     arguments = ["--model", str(model), "--dtype", dtype, "--kv-memory", kv_memory, *(["--log-steps"] if steps else [])]
     demo = Demo(root, arguments, say=lambda line: click.echo(line, err=True), on_line=_print_step if steps else None)
-    succeeded = False
+    is_kept = True  # whatever goes wrong can be looked into
     try:
         result = demo.run()
-        succeeded = True
+        is_kept = keep or not result.holds
+    except KeyboardInterrupt:
+        is_kept = keep
+        raise
     except DemoError as error:
         raise CommandError(str(error), Exit.SOFTWARE) from error
     finally:
-        if keep or not succeeded:
+        if is_kept:
             click.echo(f"kept: {root}", err=True)
         else:
             shutil.rmtree(root, ignore_errors=True)

@@ -210,8 +210,7 @@ class Demo:
             hits = [self._ask(client, question) for question in _QUESTIONS[1 : 1 + REPEATS]]
             self._add("hit", hits)
             self._say("asking four questions at once")
-            with ThreadPoolExecutor(4) as pool:
-                self._add("4 at once", list(pool.map(lambda question: self._ask(client, question), _QUESTIONS[6:10])))
+            self._add("4 at once", self._ask_at_once(client, _QUESTIONS[6:10]))
             self._await_checkpoint(client)
             self._say("killing the daemon (SIGKILL)")
             daemon.kill()
@@ -281,6 +280,14 @@ class Demo:
             if not ttft_s and chunk.token_ids:
                 ttft_s = time.monotonic() - started_s
         return Asked(ttft_s * 1000, stream.completion)
+
+    def _ask_at_once(self, client: Client, questions: Sequence[str]) -> list[Asked]:
+        with ThreadPoolExecutor(len(questions)) as pool:
+            try:
+                return list(pool.map(lambda question: self._ask(client, question), questions))
+            except BaseException:  # Ctrl-C
+                client.close()  # which ends the other questions, and they are waited for
+                raise
 
     def _sized_prompt(self, client: Client, seed: int) -> str:
         low, high = 1, PREFIX_TOKENS
