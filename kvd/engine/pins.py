@@ -189,6 +189,12 @@ class Pins:
         return sum(1 for pending in self._computing.values() if not pending.op_id)
 
     @property
+    def num_not_held(self) -> int:
+        """Recipes whose prefix is neither held nor being computed."""
+        names = set(self._recipes.recipes()).difference(self._unpinning.values(), self._cache.pins())
+        return len(names.difference(pending.recipe.name for pending in self._computing.values()))
+
+    @property
     def has_open_operations(self) -> bool:
         """Whether a client waits for the fate of a pin or unpin."""
         return bool(self._computing or self._recording or self._persisting or self._unpinning)

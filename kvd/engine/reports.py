@@ -41,7 +41,7 @@ def starting_report(facts: StartFacts, clock: Clock, state: str) -> dict[str, An
         "requests": {"running": 0, "waiting": 0, "stalled": 0},
         "blocks": {"total": 0, "used": 0, "shared": 0, "cached": 0, "free": 0, "pinned": 0},
         "store": {"nodes": 0, "blocks": 0, "bytes": 0, "wal_bytes": 0, "last_checkpoint_age_s": None, "degraded": None},
-        "rehydration": {"blocks": 0, "tokens": 0, "bytes": 0, "seconds": 0.0, "pins_pending": 0, "dropped": {}},
+        "rehydration": {"blocks": 0, "tokens": 0, "bytes": 0, "seconds": 0.0, "pins_pending": 0, "pins_not_held": 0, "dropped": {}},
         "startup_s": facts.startup,
     }
 
@@ -88,7 +88,11 @@ class Reports:
                 "pinned": cache.pinned_blocks,
             },
             "store": self._observer.status(),
-            "rehydration": {**facts.rehydration, "pins_pending": self._pins.num_pending},
+            "rehydration": {
+                **facts.rehydration,
+                "pins_pending": self._pins.num_pending,
+                "pins_not_held": self._pins.num_not_held,
+            },
             "startup_s": facts.startup,
         }
 

@@ -135,7 +135,7 @@ class Storage:
 
     @property
     def failed_starts(self) -> int:
-        """Starts before this one that died before READY or within a minute of it."""
+        """Starts before this one whose process died before READY or within ten seconds of it."""
         return self._guard.failed_starts
 
     def open(
@@ -328,7 +328,7 @@ class Storage:
         )
 
     def mark_ready(self) -> None:
-        """READY: unless the process dies within a minute, or before it has served a request, this start counts as good."""
+        """READY: unless the process dies within ten seconds, and before it has served a request, this start counts as good."""
         self._count_as_good_in(STABLE_AFTER_S)
 
     def mark_served(self) -> None:
@@ -343,8 +343,11 @@ class Storage:
         self._stable_timer.start()
 
     def _count_as_good(self) -> None:
+        self._settle(self._guard.clear)
+
+    def _settle(self, mark: Callable[[], None]) -> None:
         try:
-            self._guard.clear()
+            mark()
         except OSError as error:
             self._log.warning("storage.marker_stays", error=str(error))
 
@@ -438,7 +441,10 @@ class Storage:
         return not running.planner.degraded_reason
 
     def close(self, *, clean: bool) -> None:
-        """End the threads and let go of the state directory; ``clean`` says that the daemon ended as it should."""
+        """End the threads and let go of the state directory.
+
+        ``clean`` says that the daemon ended as it should, so that its start was a good one; if not, the start counts neither as good nor as one that died.
+        """
         if self._stable_timer is not None:
             self._stable_timer.cancel()
         running = self._running
@@ -451,6 +457,5 @@ class Storage:
             running.wal.close(_STOP_S)
         if self._recipes is not None:
             self._recipes.close(_STOP_S)
-        if clean:
-            self._count_as_good()
+        self._settle(self._guard.clear if clean else self._guard.take_back)
         self._lock.release()

@@ -1,7 +1,7 @@
 """Bringing blocks back from disk before traffic: which, in what order, and every check on the way into the pool.
 
 Pins come first, then what is worth most (uses × recompute cost ÷ bytes), each with everything above it. A block whose bytes, header, identity or fingerprint fail
-is dropped and counted; it and what hangs below it is computed again when asked for.
+is dropped and counted, and so is what hangs below it; all of it is computed again when asked for.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from kvd.storage.staging import StagingBuffer, StagingPool
 from kvd.storage.store import BlockReader, Store, failpoint_translated
 from kvd.types import TOKEN_BYTES, BlockHash, KvGroup
 
+BEHIND_BAD_BLOCK = "behind_bad_block"
+
 declare("rehydrate.before_read", "rehydrate.before_copy_in", "rehydrate.before_complete")
 
 Progress = Callable[[int, int], None]
@@ -30,7 +32,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class Loaded:
-    """What came of it. ``dropped`` counts blocks by the reason of their refusal; ``bad`` are the blocks whose bytes must leave the disk."""
+    """What came of it. ``bad`` are the blocks whose bytes must leave the disk.
+
+    ``dropped`` counts blocks by the reason of their refusal; those that were to be loaded and hang below a refused one count as ``behind_bad_block``.
+    """
 
     num_blocks: int = 0
     num_tokens: int = 0
@@ -150,6 +155,8 @@ class Rehydration:
             self._loaded.store_error = str(error)
         while self._copies:
             self._finish()
+        if num_behind := len(self._unusable) - len(self._loaded.bad):
+            self._loaded.dropped[BEHIND_BAD_BLOCK] = num_behind
         if self._waiting:
             self._cache.fail_fill([load.target.node for load in self._waiting])
             self._waiting.clear()

@@ -1,12 +1,14 @@
-"""The crash-loop guard: a ``starting`` marker that counts starts which died before READY or within a minute of it.
+"""The crash-loop guard: a ``starting`` marker that counts starts whose process died before READY or within ten seconds of it.
 
 A store that kills its reader (a bad sector under the map is SIGBUS, not an exception) must not kill it for ever: after two such starts the store
-generation is set aside unread, after three the pins are not computed again either.
+generation is set aside unread, after three the pins are not computed again either. A start that is refused, or fails by an exception, has
+not died: it takes its count back.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 from kvd.observe.failpoints import declare
@@ -15,19 +17,21 @@ from kvd.wal.durable import remove_file, replace_file
 declare("store.marker.before_sync", "store.marker.before_rename", "store.marker.after_rename")
 
 MARKER_NAME = "starting"
-STABLE_AFTER_S = 60.0
+STABLE_AFTER_S = 10.0
 SET_ASIDE_AT = 2
 NO_PINS_AT = 3
 _POINTS = ("store.marker.before_sync", "store.marker.before_rename", "store.marker.after_rename")
 
 
 class StartGuard:
-    """``failed_starts`` is the count found; this start is counted from construction to ``clear``."""
+    """``failed_starts`` is the count found; this start is counted from construction to ``clear`` or ``take_back``. Thread-safe."""
 
     def __init__(self, state_dir: Path) -> None:
         self._path = state_dir / MARKER_NAME
+        self._lock = threading.Lock()
+        self._is_counted = True
         self.failed_starts = read_failed_starts(state_dir)
-        replace_file(self._path, f"{self.failed_starts + 1} {os.getpid()}\n".encode(), points=_POINTS)
+        self._write(self.failed_starts + 1)
 
     @property
     def set_store_aside(self) -> bool:
@@ -39,7 +43,23 @@ class StartGuard:
 
     def clear(self) -> None:
         """The start went well, or the daemon ends cleanly."""
-        remove_file(self._path)
+        with self._lock:
+            self._is_counted = False
+            remove_file(self._path)
+
+    def take_back(self) -> None:
+        """The process ends in order, though not well: what was known of the starts before it holds on."""
+        with self._lock:
+            if not self._is_counted:
+                return
+            self._is_counted = False
+            if self.failed_starts:
+                self._write(self.failed_starts)
+            else:
+                remove_file(self._path)
+
+    def _write(self, count: int) -> None:
+        replace_file(self._path, f"{count} {os.getpid()}\n".encode(), points=_POINTS)
 
 
 def read_failed_starts(state_dir: Path) -> int:

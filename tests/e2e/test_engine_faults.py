@@ -133,7 +133,7 @@ def test_a_step_that_raises_ends_its_requests_and_the_daemon_comes_back_warm(tmp
                 assert waited == [tuple(expected_tokens((RULES + "Who waits?").encode(), 8))]
                 restarted.wait_ready()
                 status = client.status()
-                assert status["store"]["failed_starts"] == 1
+                assert status["store"]["failed_starts"] == 0, "an exception is no death"
                 answer = client.generate(fresh, max_tokens=8, temperature=0.0, ignore_eos=True)
                 assert list(answer.token_ids) == expected_tokens(fresh.encode(), 8)
                 assert {pin["name"]: pin["state"] for pin in client.prefixes()["pins"]} == {"rules": "held"}

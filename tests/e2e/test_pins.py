@@ -257,10 +257,13 @@ def test_after_three_failed_starts_pins_wait_for_a_good_one(tmp_path: Path) -> N
             pin = pins(client)["rules"]
             assert (pin["state"], pin["tokens"]) == ("not_held", block_tokens(RULES))
             assert "3 starts" in pin["reason"]
-            assert client.status()["rehydration"]["recompute_pins"] is False
+            rehydration = client.status()["rehydration"]
+            assert rehydration["recompute_pins"] is False
+            assert (rehydration["pins_pending"], rehydration["pins_not_held"]) == (0, 1)
             assert ask(client, RULES + "?") == (0, 0, 0)
             assert client.pin("rules", RULES).details["durable"] == "recipe+bytes"
             assert pins(client)["rules"]["state"] == "held"
+            assert client.status()["rehydration"]["pins_not_held"] == 0
         process.kill()
     with DaemonProcess(tmp_path) as process:
         process.wait_ready()

@@ -318,6 +318,7 @@ def test_recipes_that_can_not_be_held_do_not_keep_ready_away_and_say_why():
         assert "not finite" in reported(world, "poison")["reason"]
         assert reported(world, "foreign")["reason"] == "its ids are another tokenizer's"
         assert {reported(world, name)["state"] for name in ("short", "large", "poison", "foreign")} == {"not_held"}
+        assert world.client.snapshots[-1].status["rehydration"]["pins_not_held"] == 4
         yield from pinned(world, "short", SYSTEM[:16])
         assert reported(world, "short")["state"] == "held"
         assert reported(world, "short")["reason"] == ""

@@ -40,7 +40,7 @@ def test_status_counts_requests_and_blocks():
         assert status["model"] == "fake"
         assert status["instance"] == "instance"
         assert status["store"] == {"nodes": len(world.store.blocks)}
-        assert status["rehydration"] == {"blocks": 2, "pins_pending": 0}
+        assert status["rehydration"] == {"blocks": 2, "pins_pending": 0, "pins_not_held": 0}
         assert status["startup_s"] == {"weights": 1.5}
         assert 0 < status["uptime_s"] <= world.clock.now_s - 1000.0
         assert {running, stalled, waiting} == set(world.client.requests)

@@ -103,7 +103,7 @@ def test_a_hot_prefix_without_bytes_is_to_be_recomputed(tmp_path):
         flip(path, offset + length - 1)
     world = World(tmp_path)
     assert world.report.num_blocks == 0
-    assert world.report.dropped == {"checksum": 1}
+    assert world.report.dropped == {"checksum": 1, "behind_bad_block": 4}
     assert [submit.token_ids for submit in world.report.recompute] == [prompt(0, 80, shared=32)]
     assert world.storage.status()["nodes"] == 5
     world.stop()
@@ -131,7 +131,7 @@ def test_a_flipped_bit_in_a_block_is_a_miss_and_counted(tmp_path, where, reason)
     third = next(extent for extent in extents if chain[2] in extent[0].read_bytes()[extent[1] : extent[1] + 96])
     flip(third[0], third[1] + where, bit=3)
     world = World(tmp_path)
-    assert world.report.dropped == {reason: 1}
+    assert world.report.dropped == {reason: 1, "behind_bad_block": 2}
     assert world.report.num_blocks == 2
     assert world.ask(prompt(0, 81, shared=32)) == 32
     assert not world.checkpoint().error
@@ -386,7 +386,6 @@ def test_a_truncated_data_file_is_set_aside_and_never_kills_the_process(tmp_path
         assert world.storage.status()["degraded"] is False
         assert world.log.named("storage.damage")
         world.stop(clean=False)
-        (tmp_path / "starting").unlink()
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "garbage", "flipped"])
@@ -431,7 +430,8 @@ def test_two_starts_that_died_set_the_store_aside_and_three_leave_the_pins_too(t
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_a_start_counts_as_good_a_minute_after_ready_or_when_it_has_served(tmp_path, monkeypatch, served):
+def test_a_start_counts_as_good_ten_seconds_after_ready_or_when_it_has_served(tmp_path, monkeypatch, served):
+    assert persistence.STABLE_AFTER_S == 10.0
     monkeypatch.setattr(persistence, "STABLE_AFTER_S", 1000.0 if served else 0.0)
     world = World(tmp_path)
     world.storage.mark_ready()
@@ -445,6 +445,38 @@ def test_a_start_counts_as_good_a_minute_after_ready_or_when_it_has_served(tmp_p
     crash(world)
     world = World(tmp_path)
     assert world.report.failed_starts == 0
+    world.stop()
+
+
+def test_a_start_that_ends_in_order_but_not_well_leaves_the_count_as_it_found_it(tmp_path):
+    world = World(tmp_path)
+    world.stop(clean=False)
+    assert not (tmp_path / "starting").exists()
+    for _ in range(2):
+        crash(World(tmp_path))
+    for _ in range(3):
+        world = World(tmp_path)
+        assert world.report.failed_starts == 2
+        world.stop(clean=False)
+    world = World(tmp_path)
+    world.storage.mark_served()
+    end = time.monotonic() + 60
+    while (tmp_path / "starting").exists():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    world.stop(clean=False)
+    assert not (tmp_path / "starting").exists(), "a good start stays good, whatever its end"
+
+
+def test_blocks_behind_a_bad_one_are_counted_wherever_they_branch_off(tmp_path):
+    """Two prompts share two blocks, and have three more each; the second shared block is bad."""
+    warm(tmp_path, 0, 1)
+    shared = chain_of(prompt(0, 81, shared=32), Namespace(b"f" * 32))[1]
+    bad = next(extent for extent in block_extents(tmp_path) if shared in extent[0].read_bytes()[extent[1] : extent[1] + 96])
+    flip(bad[0], bad[1] + 200)
+    world = World(tmp_path)
+    assert world.report.dropped == {"checksum": 1, "behind_bad_block": 6}
+    assert world.report.num_blocks == 1
     world.stop()
 
 
