@@ -25,6 +25,7 @@ class Exit(IntEnum):
     CONFIG = 78
     INTERRUPTED = 130
     BROKEN_PIPE = 141
+    TERMINATED = 143
 
 
 MEANINGS: Mapping[Exit, str] = MappingProxyType(
@@ -33,17 +34,18 @@ MEANINGS: Mapping[Exit, str] = MappingProxyType(
         Exit.FAILED: "`kvd demo`: one of the facts does not hold",
         Exit.USAGE: "wrong command line",
         Exit.DATA: "the daemon refuses this input for good, a download has the wrong checksum, or `store check` found damage",
-        Exit.NO_INPUT: "a file, a pin or a state directory that was named does not exist",
-        Exit.UNAVAILABLE: "no daemon answers, it is still starting or already draining, or a download source can't be reached",
+        Exit.NO_INPUT: "a file, a pin or a state directory that was named does not exist, or nothing in that directory is kvd's",
+        Exit.UNAVAILABLE: "no daemon answers, it is still starting or already draining (`kvd ping` too), or a download source can't be reached",
         Exit.SOFTWARE: "a fault of kvd itself; `kvd serve`: the engine failed, start it again",
         Exit.CANNOT_CREATE: "a pin does not fit under `max_pinned_fraction`",
         Exit.IO: "reading or writing failed",
-        Exit.TEMPORARY: "overloaded, interrupted by a restart, not over within `--timeout`, or in use by another process: the same command may succeed later",
+        Exit.TEMPORARY: "overloaded, interrupted by a restart, cut short by a drain, not over within `--timeout`, or in use by another process: the same command may succeed later",
         Exit.PROTOCOL: "client and daemon speak different protocol versions",
         Exit.NO_PERMISSION: "the operating system forbids it",
         Exit.CONFIG: "a wrong or missing configuration, such as a model that was not pulled",
-        Exit.INTERRUPTED: "ended by Ctrl-C; a running request was aborted",
-        Exit.BROKEN_PIPE: "the reader of standard output went away",
+        Exit.INTERRUPTED: "ended by Ctrl-C (128 + SIGINT); a running request was aborted. `kvd serve`: a second SIGINT cut its drain off",
+        Exit.BROKEN_PIPE: "the reader of standard output went away (128 + SIGPIPE)",
+        Exit.TERMINATED: "`kvd serve`: a second SIGTERM cut its drain off (128 + SIGTERM)",
     }
 )
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,3 +121,55 @@ def test_what_a_script_meets(shop):
     assert second.wait(timeout=60) == Exit.TEMPORARY, "one daemon per state directory"
     shop.run("store", "check", "--repair", code=Exit.TEMPORARY)
     assert shop.ask("store", "check")["in_use"] is True
+
+
+def test_the_manuals_way_to_curve_works_as_it_stands(shop, tmp_path):
+    manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text("utf-8")
+    (block,) = re.findall(r"<!-- curve -->\n(.*?)<!-- /curve -->", manual, re.DOTALL)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = "set -e\ntrap 'kill $!' EXIT\n" + textwrap.dedent(block).replace("7411", str(port)).replace("0.0.0.0", "127.0.0.1")
+    environ = {key: value for key, value in shop.environ.items() if key not in {"KVD_LISTEN", "KVD_CONNECT"}}
+    environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=keys, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert f"tcp://127.0.0.1:{port} is ready" in done.stdout
+    assert {path.stat().st_mode & 0o077 for path in keys.glob("*.key_secret")} == {0}
+
+
+@pytest.mark.parametrize("flags", [[], ["--stream"]], ids=["whole", "stream"])
+def test_an_answer_that_a_drain_cuts_short(shop, flags):
+    shop.environ["KVD_FAKE_STEP_MS"] = "20"
+    daemon = shop.serve()
+    shop.run("ping", "--wait")
+    command = [sys.executable, "-m", "kvd", "generate", "--prompt", "x", "--ignore-eos", "--json", *flags]
+    with subprocess.Popen(command, env=shop.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as asking:
+        while not shop.ask("status")["requests"]["running"]:
+            pass
+        shop.run("drain", "--drain-timeout", "0")
+        out, err = asking.communicate(timeout=60)
+    assert asking.returncode == Exit.TEMPORARY, err
+    assert json.loads(out)["finish_reason"] == "aborted"
+    assert "drain" in err.splitlines()[-1]
+    assert daemon.wait(timeout=60) == Exit.OK
+
+
+def test_a_second_signal_ends_the_daemon_at_once(shop):
+    shop.environ["KVD_FAKE_STEP_MS"] = "20"
+    daemon = shop.serve()
+    shop.run("ping", "--wait")
+    command = [sys.executable, "-m", "kvd", "generate", "--prompt", "x", "--ignore-eos"]
+    with subprocess.Popen(command, env=shop.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as asking:
+        while not shop.ask("status")["requests"]["running"]:
+            pass
+        daemon.send_signal(signal.SIGTERM)
+        while shop.ask("status")["state"] != "draining":
+            pass
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(timeout=60) == Exit.TERMINATED
+        asking.kill()

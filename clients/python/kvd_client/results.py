@@ -32,7 +32,7 @@ class Choice:
 class Completion:
     """A whole answer. ``text``, ``token_ids`` and ``finish_reason`` are those of the first choice.
 
-    ``seed`` is the one that was used, also where the daemon drew it: the same request with this seed gives the same tokens.
+    ``seed`` is the one that was used, also where the daemon drew it: the same request with this seed draws the same noise.
     """
 
     request_id: bytes
