@@ -18,11 +18,11 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
-from kvd.commands import Command, Event, OpFailed, RequestFailed, Stopped, Submit
+from kvd.commands import Abort, Command, Event, OpDone, OpFailed, RequestFailed, Stopped
 from kvd.config import EngineConfig, ObserveConfig, TransportConfig
 from kvd.observe.logging import configure, get_logger
 from kvd.transport.errors import EndpointError
@@ -38,6 +38,8 @@ _IDLE_WAIT_S = 0.5
 _CHILD_INBOX_CAPACITY = 4096
 _CHILD_END_S = 4.0
 """How long a child that was told to end may take: it flushes its sockets."""
+_CHILD_GONE_S = 15.0
+"""How long a child whose channel is closed may take to be gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +197,8 @@ class _ProcessFrontend:
             raise EndpointError(bound.error)
         self._endpoints = bound.endpoints
         self._threads = [
-            threading.Thread(target=run, name=f"kvd-frontend-{run.__name__}", daemon=True) for run in (self._send, self._receive)
+            threading.Thread(target=self._guard, args=(run,), name=f"kvd-frontend-{run.__name__}", daemon=True)
+            for run in (self._send, self._receive)
         ]
         for thread in self._threads:
             thread.start()
@@ -237,6 +240,21 @@ class _ProcessFrontend:
             return _Bound(error=f"the frontend process did not start: exit status {self._process.wait()}")
         return msgspec.msgpack.decode(answer, type=_Bound)
 
+    def _guard(self, run: Callable[[], None]) -> None:
+        """Without either thread the edge would be deaf or dumb: the daemon ends and is started anew."""
+        try:
+            run()
+        except BaseException as error:
+            self._log.critical("frontend_thread_failed", error=repr(error), exc_info=error)
+            self._fail(f"a thread beside the frontend process failed: {error!r}")
+
+    def _fail(self, message: str) -> None:
+        was_ending = self._is_ending.is_set()
+        self._is_ending.set()
+        self._channel.close()  # the other thread and the child end too
+        if not was_ending:
+            self._on_failure(message)
+
     def _send(self) -> None:
         """Outbox to child."""
         has_stopped = False
@@ -248,7 +266,7 @@ class _ProcessFrontend:
                 if has_stopped:
                     self._is_ending.set()
                 try:
-                    self._channel.send(msgspec.msgpack.encode(events))
+                    self._channel.send(_encode(events, self._instead_of))
                 except OSError:
                     return  # the receiving thread reports it
             elif not self.is_alive():
@@ -258,21 +276,83 @@ class _ProcessFrontend:
         """Child to inbox; at its end of file, the child is gone."""
         decoder = msgspec.msgpack.Decoder(list[Command])
         while (message := self._channel.receive()) is not None:
-            for command in decoder.decode(message):
-                if not self._inbox.put(command):
-                    self._outbox.put([_refusal(command)])
+            try:
+                commands = decoder.decode(message)
+            except (msgspec.MsgspecError, RecursionError):
+                commands = self._decode_each(message)
+            for command in commands:
+                if not self._inbox.put(command):  # the child's own inbox had room
+                    self._outbox.put([_refusal(command, ErrorCode.OVERLOADED, "too many commands wait for the engine")])
         if not self._is_ending.is_set():
-            status = self._process.wait()
+            status = self._wait_for_child()
             self._log.error("frontend_died", status=status)
-            self._on_failure(f"the frontend process ended with status {status}")
+            self._fail(f"the frontend process ended with status {status}")
+
+    def _decode_each(self, message: bytes) -> list[Command]:
+        """One of the commands can't be read: it fails, not those beside it."""
+        commands = []
+        for raw in msgspec.msgpack.decode(message, type=list[msgspec.Raw]):
+            try:
+                commands.append(msgspec.msgpack.decode(raw, type=Command))
+            except (msgspec.MsgspecError, RecursionError) as error:
+                self._outbox.put([_refusal(msgspec.msgpack.decode(raw, type=_Ids), ErrorCode.INTERNAL, _fault("decoded", error))])
+        return commands
+
+    def _instead_of(self, event: Event, error: Exception) -> list[Event]:
+        """An event that can't be encoded becomes the failure of what it was about."""
+        request_id = getattr(event, "request_id", b"")
+        if not request_id and not isinstance(event, OpDone | OpFailed):
+            raise error
+        if request_id:
+            self._inbox.put(Abort(request_id))
+        return [_refusal(event, ErrorCode.INTERNAL, _fault("encoded", error))]
+
+    def _wait_for_child(self) -> int:
+        try:
+            return self._process.wait(_CHILD_GONE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
 
-def _refusal(command: Command) -> Event:
-    """What a full engine inbox means to the child, whose own inbox had room."""
-    message = "too many commands wait for the engine"
-    if isinstance(command, Submit):
-        return RequestFailed(command.request_id, ErrorCode.OVERLOADED, message, 0.5)
-    return OpFailed(getattr(command, "op_id", b""), ErrorCode.OVERLOADED, message, 0.5)
+class _Ids(msgspec.Struct):
+    """What can be known of a message that can't be read: whom it concerns."""
+
+    request_id: bytes = b""
+    op_id: bytes = b""
+
+
+_M = TypeVar("_M")
+
+
+def _encode(messages: list[_M], instead_of: Callable[[_M, Exception], list[_M]]) -> bytes:
+    """A batch, with something in the place of each message that can't be encoded."""
+    try:
+        return msgspec.msgpack.encode(messages)
+    except Exception:
+        sound: list[_M] = []
+        for message in messages:
+            try:
+                msgspec.msgpack.encode(message)
+            except Exception as error:  # whatever it is, it is this message's alone
+                sound += instead_of(message, error)
+            else:
+                sound.append(message)
+        return msgspec.msgpack.encode(sound)
+
+
+def _fault(done: str, error: Exception) -> str:
+    get_logger("frontend").error("internal_error", error=repr(error), exc_info=error)
+    return f"the daemon met a fault of its own: a message could not be {done}: {type(error).__name__}"
+
+
+def _refusal(message: Command | Event | _Ids, code: ErrorCode, why: str) -> RequestFailed | OpFailed:
+    """The failure of the request or operation that a message is about."""
+    request_id = getattr(message, "request_id", b"")
+    retry_after_s = 0.5 if code is ErrorCode.OVERLOADED else 0.0
+    if request_id:
+        return RequestFailed(request_id, code, why, retry_after_s)
+    return OpFailed(getattr(message, "op_id", b""), code, why, retry_after_s)
 
 
 # ---------------------------------------------------------------------------------------------- the child
@@ -302,7 +382,7 @@ def run_child(connection: socket.socket) -> int:
         return os.EX_CONFIG
     channel.send(msgspec.msgpack.encode(_Bound(endpoints=endpoints)))
     server.start()
-    sender = threading.Thread(target=_send_commands, args=(channel, inbox, server), name="kvd-frontend-commands", daemon=True)
+    sender = threading.Thread(target=_send_commands, args=(channel, inbox, outbox, server, fail), name="kvd-frontend-commands", daemon=True)
     sender.start()
     has_stopped = _take_events(channel, outbox)
     if not has_stopped:
@@ -322,15 +402,25 @@ def _take_events(channel: _Channel, outbox: InprocOutbox) -> bool:
     return False
 
 
-def _send_commands(channel: _Channel, inbox: InprocInbox, server: TransportServer) -> None:
-    while server.is_alive():
-        inbox.wait(_IDLE_WAIT_S)
-        commands = inbox.drain()
-        if commands:
-            try:
-                channel.send(msgspec.msgpack.encode(commands))
-            except OSError:
-                return  # the parent is gone, as the receiving side sees too
+def _send_commands(
+    channel: _Channel, inbox: InprocInbox, outbox: InprocOutbox, server: TransportServer, fail: Callable[[str], None]
+) -> None:
+    """Inbox to parent."""
+
+    def instead_of(command: Command, error: Exception) -> list[Command]:
+        outbox.put([_refusal(command, ErrorCode.INTERNAL, _fault("encoded", error))])
+        return []
+
+    try:
+        while server.is_alive():
+            inbox.wait(_IDLE_WAIT_S)
+            commands = inbox.drain()
+            if commands:
+                channel.send(_encode(commands, instead_of))
+    except OSError:
+        return  # the parent is gone, as the receiving side sees too
+    except BaseException as error:
+        fail(f"the thread that hands over commands failed: {error!r}")
 
 
 def main() -> int:
@@ -340,7 +430,11 @@ def main() -> int:
     arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # they are the daemon's to handle; it tells the child
         signal.signal(number, signal.SIG_IGN)
-    return run_child(socket.socket(fileno=arguments.fd))
+    try:
+        return run_child(socket.socket(fileno=arguments.fd))
+    except BaseException as error:
+        get_logger("frontend").critical("frontend_failed", error=repr(error), exc_info=error)
+        return os.EX_SOFTWARE
 
 
 if __name__ == "__main__":

@@ -41,16 +41,19 @@ class TextJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextResult:
-    """``error`` or ids; ``messages`` and ``text`` are the source, for a pin's recipe."""
+    """``error``, ``fault`` or ids; ``messages`` and ``text`` are the source, for a pin's recipe."""
 
     number: int
     token_ids: PackedTokens = b""
     messages: list[dict[str, Any]] | None = None
     text: str | None = None
     error: RequestError | None = None
+    fault: BaseException | None = None
+    """What should not have been raised: the session counts and logs it and makes an error of it."""
 
     def require_ids(self) -> PackedTokens:
         """The ids; raises the error if there is one."""
+        assert self.fault is None
         if self.error is not None:
             raise self.error
         return self.token_ids
@@ -64,9 +67,8 @@ def run_text_job(job: TextJob, text: Text, date: str) -> TextResult:
         return TextResult(number=job.number, error=error)
     except TextError as error:
         return TextResult(number=job.number, error=bad_request(str(error)))
-    except Exception as error:  # templates are programs and raise what they like
-        message = f"the prompt could not be rendered or tokenised: {type(error).__name__}: {error!s:.300}"
-        return TextResult(number=job.number, error=bad_request(message))
+    except BaseException as error:  # a tokenizer's panic is no Exception; one prompt's fault must not end the thread
+        return TextResult(number=job.number, fault=error)
 
 
 def _run(job: TextJob, text: Text, date: str) -> TextResult:

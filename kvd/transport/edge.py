@@ -62,12 +62,12 @@ class Edge:
         self.outgoing.append(Outgoing(peer, encode(message, *bodies), request_id, num_tokens))
 
     def send_failed(self, peer: bytes, error: RequestError, *, request_id: bytes = b"", op_id: bytes = b"") -> None:
-        """Queue the terminal message of a request or operation that failed."""
+        """Queue the terminal message of a request or operation that failed; raises nothing, whatever the error's text holds."""
         self.send(
             peer,
             Failed(
                 code=error.code,
-                message=error.message[:_MAX_FAILURE_CHARS],
+                message=error.message[:_MAX_FAILURE_CHARS].encode("utf-8", "replace").decode("utf-8"),
                 request_id=request_id,
                 op_id=op_id,
                 retryable=error.code in RETRYABLE_CODES,
@@ -93,7 +93,7 @@ class Edge:
         retry_after_s = max(self.snapshot.ready_in_s, RETRY_AFTER_S)
         return RequestError(ErrorCode.STARTING, f"the daemon is {self.snapshot.state}", retry_after_s=retry_after_s)
 
-    def internal_error(self, error: Exception) -> RequestError:
+    def internal_error(self, error: BaseException) -> RequestError:
         """A fault of the daemon's own: counted, logged, and what the request that met it is told."""
         self.counters.internal_errors += 1
         self.log.error("internal_error", error=repr(error), exc_info=error)

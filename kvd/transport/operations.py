@@ -224,8 +224,14 @@ class Operations:
         return self._next_number().to_bytes(16, "big")
 
     def _answer(self, operation: _Operation, result: dict[str, Any], *bodies: bytes) -> None:
+        """End an operation; raises nothing, so an operation has its answer whatever the result holds."""
+        try:
+            packed = pack_body(result)
+        except Exception as error:  # a fault of whoever made the result
+            self._refuse(operation, self._edge.internal_error(error))
+            return
         operation.client.op_ids.discard(operation.message.op_id)
-        self._edge.send(operation.client.peer, Result(op_id=operation.message.op_id), pack_body(result), *bodies)
+        self._edge.send(operation.client.peer, Result(op_id=operation.message.op_id), packed, *bodies)
 
     def _refuse(self, operation: _Operation, error: RequestError) -> None:
         operation.client.op_ids.discard(operation.message.op_id)

@@ -70,7 +70,7 @@ class TransportServer:
         drain_timeout_s: float,
         on_failure: Callable[[str], None],
     ) -> None:
-        """``on_failure`` is called from one of the server's threads if the text model can't be loaded or the server's thread dies."""
+        """``on_failure`` is called from one of the server's threads if the text model can't be loaded or one of the threads dies."""
         self._config = config
         self._outbox = outbox
         self._on_failure = on_failure
@@ -317,8 +317,8 @@ class TransportServer:
         self._wake()
 
     def _text_failed(self, error: BaseException) -> None:
-        self._log.error("text_model_failed", error=repr(error))
-        self._on_failure(f"the tokenizer can't be loaded: {error}")
+        self._log.critical("text_thread_failed", error=repr(error), exc_info=error)
+        self._on_failure(f"the tokenizer can't be loaded, or a text thread failed: {error!r}")
 
     def _text_done(self, result: TextResult) -> None:
         self._from_text.append(result)

@@ -99,6 +99,8 @@ class Session:
     def on_text(self, result: TextResult, now: float) -> None:
         """A text job is done."""
         self._edge.text_done(self._text_sizes.pop(result.number))
+        if result.fault is not None:
+            result = TextResult(number=result.number, error=self._edge.internal_error(result.fault))
         if not self._requests.on_prompt(result, now):
             self._operations.on_prompt(result)
 
@@ -246,6 +248,8 @@ class Session:
         self._edge.send_failed(peer, failure, request_id=_id_in(error.header, "request_id"), op_id=_id_in(error.header, "op_id"))
 
     def _on_event(self, event: Event, now: float) -> None:
+        if isinstance(event, RequestFailed | OpFailed) and event.code == ErrorCode.INTERNAL:
+            self._edge.counters.internal_errors += 1
         match event:
             case TokensOut():
                 self._requests.on_tokens(event, now)

@@ -24,7 +24,7 @@ class TextThreads:
         on_failed: Callable[[BaseException], None],
         on_result: Callable[[TextResult], None],
     ) -> None:
-        """The three callbacks are called on a text thread; ``on_failed`` means that the model can't be loaded."""
+        """The three callbacks are called on a text thread; ``on_failed`` means that the model can't be loaded or that a thread has died."""
         self._load = load
         self._date = date
         self._on_loaded = on_loaded
@@ -52,12 +52,14 @@ class TextThreads:
             each.put(None)
 
     def _run(self, index: int) -> None:
+        try:
+            self._work(index)
+        except BaseException as error:
+            self._on_failed(error)
+
+    def _work(self, index: int) -> None:
         if index == 0:
-            try:
-                self._text = self._load()
-            except BaseException as error:
-                self._on_failed(error)
-                return
+            self._text = self._load()
             self._is_loaded.set()
             self._on_loaded(self._text)
         while (job := self._queues[index].get()) is not None:

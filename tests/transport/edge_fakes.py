@@ -27,6 +27,7 @@ from kvd.commands import (
     TokensOut,
     Unpin,
 )
+from kvd.text.errors import ChatTemplateError
 from kvd.transport.inproc import InprocInbox, InprocOutbox
 from kvd.types import TokenLogprobs, pack_tokens, unpack_tokens
 
@@ -70,7 +71,7 @@ class ByteText:
 
     def encode_chat(self, messages: list[dict[str, Any]], *, date: str, args: Mapping[str, Any]) -> list[int]:
         if "explode" in args:
-            raise RuntimeError("template exploded")
+            raise ChatTemplateError("template exploded")
         return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>")
 
     def system_prefix(self, messages: list[dict[str, Any]], *, date: str, args: Mapping[str, Any]) -> list[int]:

@@ -9,15 +9,16 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from edge_client import RawClient
 from edge_fakes import INSTANCE, EngineThread
 from kvd_client.protocol.codec import pack_body, unpack_body
-from kvd_client.protocol.messages import Failed, Finished, Generate, Hello, Pin, Sampling, Stats, Tokens
+from kvd_client.protocol.messages import Checkpoint, Failed, Finished, Generate, Hello, Pin, Sampling, Stats, Tokens
 
-from kvd.commands import PinPrefix, Submit
+from kvd.commands import Abort, CheckpointNow, Command, OpDone, PinPrefix, Submit, TokensOut
 from kvd.config import ObserveConfig, TransportConfig
-from kvd.frontend import start_frontend
+from kvd.frontend import _encode, _send_commands, start_frontend
 from kvd.transport.errors import EndpointError
 from kvd.transport.inproc import InprocInbox, InprocOutbox
 
@@ -143,6 +144,81 @@ def test_the_death_of_the_process_is_reported(start):
     eventually(lambda: running.failures)
     assert "-9" in running.failures[0]
     assert not running.frontend.is_alive()
+
+
+def test_a_result_that_cannot_be_encoded_fails_its_operation_alone(start, mode):
+    running = start(mode).wait_until_served()
+    handle = running.engine.engine.handle
+
+    def answer(command):
+        return [OpDone(command.op_id, {"bad": object()})] if isinstance(command, CheckpointNow) else handle(command)
+
+    running.engine.engine.handle = answer
+    failed, _ = running.client.ask(Checkpoint(op_id=bytes(16)))
+    assert (failed.code, failed.op_id) == ("internal", bytes(16))
+    assert running.client.generate()[0] == "abcab"
+    _, bodies = running.client.ask(Stats(op_id=bytes(16)))
+    assert unpack_body(bodies[0])["transport"]["internal_errors"] == 1
+    assert running.failures == []
+
+
+def test_tokens_that_cannot_be_encoded_fail_their_request_alone(start):
+    running = start("process").wait_until_served()
+    request_id = os.urandom(16)
+    running.client.send(Generate(request_id=request_id, input="text", max_tokens=500, credit=1), b"abc")
+    running.client.receive()
+    running.outbox.put([TokensOut(request_id, 0, 1, object())])
+    assert running.client.receive()[0].code == "internal"
+    eventually(lambda: running.engine.engine.num_requests == 0)
+    assert running.client.generate()[0] == "abcab"
+    assert running.failures == []
+
+
+def test_a_command_that_cannot_be_read_fails_alone(start):
+    running = start("process").wait_until_served()
+    client = running.client
+    client.send(Generate(request_id=bytes(16), input="text", max_tokens=500, credit=1), b"abc")
+    client.receive()
+    broken = {"type": "Submit", "request_id": bytes(16), "token_ids": 5}
+    (command,) = running.frontend._decode_each(msgspec.msgpack.encode([broken, Abort(b"other")]))
+    assert command == Abort(b"other")
+    assert client.receive()[0].code == "internal"
+
+
+def test_a_command_that_cannot_be_encoded_fails_alone():
+    told = []
+
+    def instead_of(command, error):
+        told.append(error)
+        return []
+
+    batch = _encode([Abort(b"a"), Abort(object()), Abort(b"b")], instead_of)
+    assert msgspec.msgpack.decode(batch, type=list[Command]) == [Abort(b"a"), Abort(b"b")]
+    assert [type(error) for error in told] == [TypeError]
+
+
+def test_the_end_of_the_thread_beside_the_process_is_a_failure(start):
+    running = start("process").wait_until_served()
+    running.outbox.put([object()])
+    eventually(lambda: running.failures)
+    assert "thread beside the frontend process failed" in running.failures[0]
+    eventually(lambda: not running.frontend.is_alive())
+    running.stop()
+    assert len(running.failures) == 1
+
+
+def test_a_command_pump_that_dies_ends_the_process():
+    class Broken:
+        def wait(self, timeout_s):
+            raise ZeroDivisionError
+
+    class Alive:
+        def is_alive(self):
+            return True
+
+    failures = []
+    _send_commands(None, Broken(), None, Alive(), failures.append)
+    assert "ZeroDivisionError" in failures[0]
 
 
 def test_signals_of_the_terminal_are_not_for_the_process(start):

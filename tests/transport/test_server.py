@@ -13,7 +13,9 @@ from edge_fakes import INSTANCE, ByteText
 from kvd_client.protocol.codec import unpack_body
 from kvd_client.protocol.messages import Credit, Failed, Finished, Generate, Hello, HelloReply, Ping, Pong, Stats, Status, Tokens
 
+from kvd.transport.bodies import TextJob
 from kvd.transport.errors import EndpointError
+from kvd.transport.text_threads import TextThreads
 
 pytestmark = pytest.mark.socket
 
@@ -157,6 +159,37 @@ def test_a_text_model_that_cannot_be_loaded_is_reported(start_server, failures):
     start_server(load_text=load)
     eventually(lambda: failures)
     assert "no such tokenizer" in failures.pop()
+
+
+def test_a_panic_of_the_tokenizer_is_that_messages_alone(served):
+    class Panic(BaseException):
+        pass
+
+    class Faulty(ByteText):
+        def encode(self, text):
+            if text == "boom":
+                raise Panic
+            return super().encode(text)
+
+    running, client = served(load_text=Faulty)
+    for _ in range(3):
+        failed, _ = client.ask(Generate(request_id=os.urandom(16), input="text"), b"boom")
+        assert failed.code == "internal"
+    assert client.generate()[0] == "abcab"
+    assert running.server._session.counters.internal_errors == 3
+
+
+def test_a_text_thread_that_dies_is_a_failure_of_the_edge():
+    failures = []
+
+    def refuse(result):
+        raise ZeroDivisionError
+
+    threads = TextThreads(1, load=ByteText, date="", on_loaded=lambda text: None, on_failed=failures.append, on_result=refuse)
+    threads.start()
+    threads.submit(TextJob(number=1, peer=b"p", input="text", body=b"x"))
+    eventually(lambda: failures)
+    assert isinstance(failures[0], ZeroDivisionError)
 
 
 def test_a_client_that_does_not_read_stalls_alone(served, connect):
