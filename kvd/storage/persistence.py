@@ -393,12 +393,21 @@ class Storage:
 
     def status(self) -> dict[str, Any]:
         """The ``store`` part of the status report."""
-        running = self._running
+        running, fault = self._running, self._recipes.fault if self._recipes is not None else ""
         if running is None:
-            return {"nodes": 0, "blocks": 0, "bytes": 0, "wal_bytes": 0, "last_checkpoint_age_s": None, "degraded": False, "reason": "off"}
+            return {
+                "nodes": 0,
+                "blocks": 0,
+                "bytes": 0,
+                "wal_bytes": 0,
+                "last_checkpoint_age_s": None,
+                "degraded": bool(fault),
+                "reason": fault or "off",
+                "damage": self._damage(),
+            }
         index, planner = running.recovered.index, running.planner
         last_s = planner.last_checkpoint_s
-        reason = planner.degraded_reason or running.wal.fault
+        reason = planner.degraded_reason or running.wal.fault or fault
         return {
             "nodes": len(index.nodes),
             "blocks": index.num_stored,
@@ -408,7 +417,13 @@ class Storage:
             "degraded": bool(reason),
             "reason": reason,
             "failed_starts": self.failed_starts,
+            "damage": self._damage(),
         }
+
+    def _damage(self) -> list[str]:
+        """What this start found damaged and set aside, as sentences."""
+        notes = list(self._recipes.notes) if self._recipes is not None else []
+        return notes + (self._running.recovered.damage if self._running is not None else [])
 
     def stats(self) -> dict[str, Any]:
         """Counters of log and checkpoints for the stats report."""

@@ -15,12 +15,13 @@ from kvd.storage import schema
 from kvd.storage.errors import RecipesUnreadableError, StorageError, StoreDamagedError, UnknownFormatError
 from kvd.storage.generations import CURRENT_NAME, STORE_NAME, Generations, read_current
 from kvd.storage.lock import StateLock, is_locked
-from kvd.storage.recipes import RecipeFileError, decode_recipes, list_recipe_files, read_recipes
-from kvd.storage.recovery import QUARANTINE_NAME, WAL_NAME
+from kvd.storage.recipes import RecipeFileError, list_recipe_files, read_recipe_file, read_recipes, restore_copies
+from kvd.storage.recovery import WAL_NAME
 from kvd.storage.schema import BadRowError
 from kvd.storage.start_guard import read_failed_starts
 from kvd.storage.store import DATA_NAME, Store
 from kvd.types import unpack_tokens
+from kvd.wal.quarantine import QUARANTINE_NAME
 from kvd.wal.reader import SegmentEnd, read_segments
 from kvd.wal.record import Forget, Insert, Pin, Record, WalFormatError
 from kvd.wal.repair import repair_log
@@ -113,21 +114,22 @@ def block_extents(state_dir: Path) -> Iterator[tuple[Path, int, int]]:
 
 
 def _check_recipes(state_dir: Path, problems: list[str]) -> dict[str, Any]:
-    generations = []
-    for generation, path in list_recipe_files(state_dir):
-        entry: dict[str, Any] = {"generation": generation, "bytes": path.stat().st_size}
-        try:
-            entry["recipes"] = len(decode_recipes(path.read_bytes())[1])
-        except (RecipeFileError, UnknownFormatError, OSError) as error:
-            problems.append(f"{path.name}: {error}")
-            entry["error"] = str(error)
-        generations.append(entry)
     try:
-        num_recipes = len(read_recipes(state_dir).recipes)
+        found = read_recipes(state_dir)
     except (RecipesUnreadableError, UnknownFormatError) as error:
         problems.append(str(error))
-        num_recipes = 0
-    return {"recipes": num_recipes, "recipe_generations": generations}
+        return {"recipes": 0, "recipe_copies": 0, "recipe_generations": []}
+    problems += [f"{damaged.path.name}: {damaged.reason}" for damaged in found.damaged]
+    generations = []
+    for generation, path in list_recipe_files(state_dir):
+        entry: dict[str, Any] = {"generation": generation}
+        try:
+            entry["bytes"] = path.lstat().st_size
+            entry["recipes"] = len(read_recipe_file(generation, path))
+        except (RecipeFileError, UnknownFormatError, OSError) as error:
+            entry["error"] = str(error)
+        generations.append(entry)
+    return {"recipes": len(found.recipes), "recipe_copies": found.num_copies, "recipe_generations": generations}
 
 
 # -------------------------------------------------------------------------------------------------- store
@@ -323,7 +325,8 @@ def _describe(record: Record) -> dict[str, Any]:
 
 def _repair(state_dir: Path) -> list[str]:
     """What a start would set aside, and the removal of rows and blocks that fail their checks; what was done, as sentences."""
-    done = _repair_current(state_dir)
+    done = _repair_recipes(state_dir)
+    done += _repair_current(state_dir)
     current = read_current(state_dir)
     if current is not None:
         log = repair_log(
@@ -335,6 +338,15 @@ def _repair(state_dir: Path) -> list[str]:
         )
         done += log.damage
     return done
+
+
+def _repair_recipes(state_dir: Path) -> list[str]:
+    try:
+        found = read_recipes(state_dir)
+    except RecipesUnreadableError:
+        return []  # the report names it: people decide
+    restore_copies(state_dir, found)
+    return [f"{damaged}; set aside, the pins of generation {found.generation} stand in two files" for damaged in found.damaged]
 
 
 def _repair_current(state_dir: Path) -> list[str]:

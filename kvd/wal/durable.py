@@ -5,7 +5,11 @@ A file is written under a temporary name, synced, renamed, and then its director
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import shutil
+import stat
 from pathlib import Path
 
 from kvd.observe.failpoints import failpoint
@@ -29,6 +33,27 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> Non
         offset += written
 
 
+def read_regular(path: Path) -> bytes:
+    """The bytes of a regular file. Never waits: a fifo that took a file's place would hold up an ordinary open for ever.
+
+    Raises:
+        OSError: it can't be read, or is no regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:  # noqa: PTH123 (a descriptor)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
+
+
+def remove_any(path: Path) -> None:
+    """Unlink ``path``, be it a folder or nothing at all; not durable by itself."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def replace_file(path: Path, data: bytes, *, points: tuple[str, str, str]) -> None:
     """Replace ``path`` by ``data`` durably. ``points`` are the failpoints before the sync, before the rename and before the directory's sync.
 
@@ -36,16 +61,21 @@ def replace_file(path: Path, data: bytes, *, points: tuple[str, str, str]) -> No
         OSError: nothing changed, or the new content stands but its name may not survive a power cut.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # never again the file of an attempt whose sync failed
+    remove_any(temporary)  # never again the file of an attempt whose sync failed
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        write_all(fd, data, 0)
-        failpoint(points[0])
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    failpoint(points[1])
-    temporary.replace(path)
+        try:
+            write_all(fd, data, 0)
+            failpoint(points[0])
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        failpoint(points[1])
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)  # on a full disk others can use its room
+        raise
     failpoint(points[2])
     sync_directory(path.parent)
 

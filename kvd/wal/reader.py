@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from kvd.wal.durable import read_regular
 from kvd.wal.record import ALIGNMENT, SEGMENT_HEADER_BYTES, Record, SegmentHeader, WalDamageError, decode_record, decode_segment_header
 
 _SEGMENT_NAME = re.compile(r"^(\d{16})\.wal$")
@@ -55,9 +57,9 @@ def read_segment(number: int, path: Path) -> Segment:
 
     Raises:
         WalFormatError: it is of an unknown format.
-        OSError: it can't be read.
+        OSError: it can't be read, or is no regular file.
     """
-    return parse_segment(number, path, path.read_bytes())
+    return parse_segment(number, path, read_regular(path))
 
 
 def parse_segment(number: int, path: Path, data: bytes) -> Segment:
@@ -102,11 +104,16 @@ def read_segments(directory: Path, store_uuid: bytes | None) -> Iterator[tuple[S
     """Every segment in order, with what is wrong with it: empty, or why it and all after it must not be used.
 
     ``store_uuid`` None takes that of the first readable segment. A segment whose records overlap the one before it is fine (a failed sync
-    has the log rewritten under the next number); a gap between them is not.
+    has the log rewritten under the next number); a gap between them is not. One that can't be read at all is as one without a header.
     """
     last_lsn: int | None = None
     for number, path in list_segments(directory):
-        segment = read_segment(number, path)
+        try:
+            segment = read_segment(number, path)
+        except OSError as error:
+            if os.path.lexists(path):  # else a live daemon retired it meanwhile
+                yield Segment(path, number, 0, None, [], 0, 0, SegmentEnd.DAMAGED), f"it can't be read: {error}"
+            continue
         fault = ""
         if segment.header is None:
             fault = "its header is damaged"

@@ -1,18 +1,20 @@
 """Taking up a log after a crash: replay what is valid, cut a torn tail, set aside what lies behind damage.
 
 The outcome is always a prefix of what was appended. Nothing is deleted that might be asked for: bytes that are cut or unusable are copied or moved to a
-quarantine folder, which is bounded, oldest first out.
+quarantine folder. Where that can't be written (a full disk) the log is taken up without a copy, and the report says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvd.observe.failpoints import declare, failpoint
-from kvd.wal.durable import sync_directory
+from kvd.wal.durable import remove_any
+from kvd.wal.quarantine import keep_piece, set_aside
 from kvd.wal.reader import Segment, SegmentEnd, read_segments
 from kvd.wal.record import Record
 
@@ -42,11 +44,12 @@ def repair_log(
 
     Raises:
         WalFormatError: a segment of an unknown format; nothing was changed on its account.
-        OSError: the directory can't be read or written.
+        OSError: the directory can't be read.
     """
     report = RepairReport()
     for unfinished in directory.glob(".*.tmp"):
-        unfinished.unlink()
+        with contextlib.suppress(OSError):
+            remove_any(unfinished)
     broken = False
     for segment, fault in read_segments(directory, store_uuid):
         report.num_segments += 1
@@ -54,7 +57,7 @@ def repair_log(
         if broken or fault:
             report.damage.append(f"{segment.path.name}: {fault or 'it follows damage'}; set aside")
             broken = True
-            _set_aside(segment.path, quarantine, quarantine_max_bytes)
+            _set_aside(segment.path, quarantine, quarantine_max_bytes, report)
             continue
         _replay(segment, report, apply)
         if segment.end is SegmentEnd.CLEAN:
@@ -63,7 +66,7 @@ def repair_log(
             report.damage.append(f"{segment.path.name}: damaged at byte {segment.valid_bytes}; what follows is set aside")
         else:
             report.torn_bytes += segment.size_bytes - segment.valid_bytes
-        _cut(segment, quarantine, quarantine_max_bytes)
+        _cut(segment, quarantine, quarantine_max_bytes, report)
     return report
 
 
@@ -80,43 +83,35 @@ def _replay(segment: Segment, report: RepairReport, apply: Callable[[int, Record
     report.num_bytes += segment.size_bytes
 
 
-def _set_aside(path: Path, quarantine: Path, max_bytes: int) -> None:
-    quarantine.mkdir(mode=0o700, exist_ok=True)
+def _set_aside(path: Path, quarantine: Path, max_bytes: int, report: RepairReport) -> None:
     failpoint("wal.repair.before_quarantine")
-    path.rename(_free_name(quarantine, path.name))
-    sync_directory(path.parent)
-    _bound(quarantine, max_bytes)
-
-
-def _cut(segment: Segment, quarantine: Path, max_bytes: int) -> None:
-    """Keep the valid prefix of a segment; the rest goes to quarantine without its trailing zeros."""
-    quarantine.mkdir(mode=0o700, exist_ok=True)
-    rest = segment.path.read_bytes()[segment.valid_bytes :].rstrip(b"\0")
-    failpoint("wal.repair.before_quarantine")
-    _free_name(quarantine, f"{segment.path.name}@{segment.valid_bytes}").write_bytes(rest)
-    _bound(quarantine, max_bytes)
-    failpoint("wal.repair.before_cut")
-    fd = os.open(segment.path, os.O_WRONLY)
     try:
-        os.ftruncate(fd, segment.valid_bytes)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        set_aside(path, quarantine, max_bytes)
+    except OSError as error:
+        report.damage.append(f"{path.name}: it can't be moved to quarantine, so it is removed: {error}")
+        with contextlib.suppress(OSError):
+            remove_any(path)
+
+
+def _cut(segment: Segment, quarantine: Path, max_bytes: int, report: RepairReport) -> None:
+    """Keep the valid prefix of a segment; the rest goes to quarantine without its trailing zeros.
+
+    A tail that stays, because nothing can be written, is harmless: the next segment goes on where the valid prefix ends.
+    """
+    try:
+        rest = segment.path.read_bytes()[segment.valid_bytes :].rstrip(b"\0")
+        failpoint("wal.repair.before_quarantine")
+        keep_piece(f"{segment.path.name}@{segment.valid_bytes}", rest, quarantine, max_bytes)
+    except OSError as error:
+        report.damage.append(f"{segment.path.name}: what is cut off can't be kept: {error}")
+    failpoint("wal.repair.before_cut")
+    try:
+        fd = os.open(segment.path, os.O_WRONLY)
+        try:
+            os.ftruncate(fd, segment.valid_bytes)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        report.damage.append(f"{segment.path.name}: its tail can't be cut: {error}")
     failpoint("wal.repair.after_cut")
-
-
-def _free_name(directory: Path, name: str) -> Path:
-    path, copy = directory / name, 1
-    while path.exists():
-        path, copy = directory / f"{name}.{copy}", copy + 1
-    return path
-
-
-def _bound(directory: Path, max_bytes: int) -> None:
-    files = sorted((path.stat().st_mtime_ns, path.name, path.stat().st_size, path) for path in directory.iterdir() if path.is_file())
-    excess = sum(size for _, _, size, _ in files) - max_bytes
-    for _, _, size, path in files:
-        if excess <= 0:
-            break
-        path.unlink()
-        excess -= size

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.observe.failpoints import declare, failpoint
-from kvd.wal.durable import sync_directory, write_all
+from kvd.wal.durable import remove_any, sync_directory, write_all
 from kvd.wal.reader import read_segment, segment_path
 from kvd.wal.record import SEGMENT_HEADER_BYTES, Insert, Record, SegmentHeader, WalError, encode_record, encode_segment_header
 
@@ -195,7 +195,7 @@ class WalWriter:
                 self._retire()
                 if batch:
                     self._write(batch)
-            except (OSError, WalError) as error:
+            except Exception as error:  # whatever it was: it shows as a fault, and the thread lives on to try again
                 self._fail(error)
                 if not closing:
                     with self._wake:
@@ -226,7 +226,7 @@ class WalWriter:
             entries = deque([*rescued, *batch])
             while entries:
                 self._write_some(entries)
-        except (OSError, WalError):
+        except Exception:
             self._suspect = self._suspect or suspect
             raise
         if suspect is not None and rescued:
@@ -283,7 +283,8 @@ class WalWriter:
         size_bytes = max(self._segment_bytes, needed)
         path = segment_path(self._directory, number)
         temporary = path.with_name(f".{path.name}.tmp")
-        temporary.unlink(missing_ok=True)
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        remove_any(temporary)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             header = encode_segment_header(SegmentHeader(self._store_uuid, number, first[0], salt))
@@ -295,8 +296,10 @@ class WalWriter:
             temporary.rename(path)
             failpoint("wal.segment.after_rename")
             sync_directory(self._directory)
-        except OSError:
+        except BaseException:
             os.close(fd)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)  # on a full disk others can use its room
             raise
         self._next_segment += 1
         self._sizes[number] = size_bytes
@@ -315,7 +318,7 @@ class WalWriter:
         self._num_failures += 1
         if not self._fault:
             self._on_error(f"the write-ahead log can't be written: {error}")
-        self._fault = str(error)
+        self._fault = str(error) or repr(error)
         if self._active is not None:
             if self._suspect is None or self._active.last_lsn > self._suspect.last_lsn:
                 self._suspect = self._active

@@ -23,6 +23,7 @@ NOT_REACHED = {
     "wal.repair.after_cut",
     "store.aside.before_rename",
     "store.aside.after_rename",
+    "recipes.restore.before_quarantine",
 }
 """Only on damaged or set-aside state; killed there by a test of their own."""
 
@@ -105,7 +106,18 @@ def test_killed_twice_in_a_row(tmp_path, point):
     assert check_store(tmp_path)["ok"]
 
 
-@pytest.mark.parametrize("point", sorted(NOT_REACHED))
+@pytest.mark.parametrize("point", [name for name in points() if name.startswith("recipes.")])
+def test_killed_while_a_damaged_file_of_the_recipes_is_restored(tmp_path, point):
+    status, promises = live(tmp_path, "")
+    assert status == 0
+    newest = max((tmp_path / "recipes").iterdir(), key=lambda path: int(path.suffix[1:]))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    status, _ = live(tmp_path, f"{point}=kill")
+    assert status == -9, f"{point} was not reached"
+    check_after(tmp_path, promises)
+
+
+@pytest.mark.parametrize("point", sorted(name for name in NOT_REACHED if not name.startswith("recipes.")))
 def test_killed_while_damage_is_set_aside(tmp_path, point):
     if point.startswith("wal."):
         status, promises = live(tmp_path, "wal.after_sync=kill@3")

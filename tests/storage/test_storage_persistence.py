@@ -493,6 +493,36 @@ def test_without_persistence_only_the_recipes_are_kept(tmp_path):
     world.stop()
 
 
+def test_a_flipped_bit_in_the_newest_recipes_costs_no_pin_and_one_clean_life_mends_it(tmp_path):
+    world = World(tmp_path)
+    for name in ("first", "second"):
+        assert world.pin(name, prompt(len(name), 64)) == "recipe+bytes"
+    assert world.storage.status()["damage"] == []
+    world.stop()
+    newest = max((tmp_path / "recipes").iterdir(), key=lambda path: int(path.suffix[1:]))
+    flip(newest, newest.stat().st_size // 2)
+    report = check_store(tmp_path)
+    assert (report["ok"], report["recipes"], report["recipe_copies"]) == (False, 2, 1)
+    world = World(tmp_path)
+    assert list(world.storage.recipe_book.recipes()) == ["first", "second"]
+    assert newest.name in str(world.storage.status()["damage"])
+    assert world.storage.status()["degraded"] is False
+    world.stop()
+    report = check_store(tmp_path)
+    assert (report["ok"], report["recipes"], report["recipe_copies"], report["quarantined_files"]) == (True, 2, 2, 1)
+
+
+def test_the_repair_restores_a_damaged_file_of_the_recipes(tmp_path):
+    world = World(tmp_path)
+    world.pin("a", prompt(1, 64))
+    world.stop()
+    newest = max((tmp_path / "recipes").iterdir(), key=lambda path: int(path.suffix[1:]))
+    flip(newest, 40)
+    report = check_store(tmp_path, repair=True)
+    assert (report["ok"], report["recipes"], report["recipe_copies"]) == (True, 1, 2)
+    assert newest.name in str(report["repaired"])
+
+
 def test_an_unpinned_recipe_is_gone_and_its_blocks_are_no_longer_first(tmp_path):
     world = World(tmp_path)
     world.pin("a", prompt(1, 64))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -64,29 +66,77 @@ def test_all_fields_come_back(tmp_path):
     assert decode_recipes(encode_recipes(7, {"x": full})) == (7, {"x": full})
 
 
-def test_two_generations_are_kept(tmp_path):
-    write(tmp_path, "a", "b", "c")
-    assert [generation for generation, _ in list_recipe_files(tmp_path)] == [3, 2]
+def test_two_files_hold_what_was_acknowledged(tmp_path):
+    for names, remove in [(("a", "b"), ()), ((), ("a",)), (("c",), ())]:
+        write(tmp_path, *names, remove=remove)
+        contents = [decode_recipes(path.read_bytes()) for _, path in list_recipe_files(tmp_path)]
+        assert len(contents) == 2
+        assert contents[0][0] == contents[1][0] + 1
+        assert contents[0][1] == contents[1][1]
+    assert list(contents[0][1]) == ["b", "c"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "flip", "renamed"])
-def test_a_damaged_newest_generation_falls_back_to_the_one_before(tmp_path, damage):
-    write(tmp_path, "a", "b")
-    newest = list_recipe_files(tmp_path)[0][1]
-    data = newest.read_bytes()
+def damage_file(path: Path, damage: str) -> None:
+    data = path.read_bytes()
     if damage == "renamed":
-        newest.rename(newest.with_name("recipes.9"))
-    else:
-        newest.write_bytes({"cut": data[:-1], "empty": b"", "flip": data[:30] + bytes([data[30] ^ 1]) + data[31:]}[damage])
+        path.rename(path.with_name("recipes.90"))
+        return
+    path.unlink()
+    if damage == "fifo":
+        os.mkfifo(path)
+    elif damage == "folder":
+        path.mkdir()
+        (path / "something").write_bytes(b"x")
+    elif damage == "dangling":
+        path.symlink_to("/nonexistent/file")
+    elif damage == "unreadable content":
+        payload = b"\x91\x81\xa4name" + b"\x91" * 5000 + b"\x01"
+        body = data[:12] + struct.pack("<QQ", int(path.suffix[1:]), len(payload)) + payload
+        path.write_bytes(body + struct.pack("<I", crc32c(body)))
+    elif damage != "missing":
+        path.write_bytes({"cut": data[:-1], "empty": b"", "flip": data[:30] + bytes([data[30] ^ 1]) + data[31:]}[damage])
+
+
+DAMAGE = ["cut", "empty", "flip", "renamed", "fifo", "folder", "dangling", "unreadable content", "missing"]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["newest", "older"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_one_damaged_file_costs_no_pin_and_brings_none_back(tmp_path, damage, which):
+    write(tmp_path, "a", "gone", "b", remove=("gone",))
+    damage_file(list_recipe_files(tmp_path)[which][1], damage)
     log = Log()
     store = RecipeStore(tmp_path, inbox=Inbox(), log=log)
-    assert list(store.recipes()) == ["a"]
-    assert log.errors[0][0] == "recipes.damaged"
-    store.put(b"op", recipe("z"))
+    assert list(store.recipes()) == ["a", "b"]
+    assert store.fault == ""
     assert store.close(10)
+    if damage == "missing":
+        assert (log.errors, store.notes) == ([], ())
+    else:
+        assert log.errors[0][0] == "recipes.damaged"
+        assert len(store.notes) == 1
+        assert len(list((tmp_path / "quarantine").iterdir())) == 1
     found = read_recipes(tmp_path)
-    assert list(found.recipes) == ["a", "z"]
-    assert found.damaged == ()
+    assert (found.is_settled, found.damaged, list(found.recipes)) == (True, (), ["a", "b"])
+    assert len(list((tmp_path / "recipes").iterdir())) == 2
+    again = RecipeStore(tmp_path, inbox=Inbox(), log=log)
+    again.close(10)
+    assert (again.notes, again.generation) == ((), store.generation)
+
+
+@pytest.mark.parametrize("shape", ["one file", "an older state beside it"])
+def test_files_as_an_earlier_write_left_them_become_two_alike(tmp_path, shape):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "recipes.7").write_bytes(encode_recipes(7, {"a": recipe("a")}))
+    if shape != "one file":
+        (tmp_path / "recipes" / "recipes.6").write_bytes(encode_recipes(6, {}))
+    store = RecipeStore(tmp_path, inbox=Inbox(), log=Log())
+    store.close(10)
+    assert (list(store.recipes()), store.notes) == (["a"], ())
+    assert [decode_recipes(path.read_bytes()) for _, path in list_recipe_files(tmp_path)] == [
+        (9, {"a": recipe("a")}),
+        (8, {"a": recipe("a")}),
+    ]
 
 
 def test_without_a_readable_generation_the_start_is_refused(tmp_path):
@@ -119,7 +169,9 @@ def test_an_unknown_format_is_refused(tmp_path):
         read_recipes(tmp_path)
 
 
-@pytest.mark.parametrize("point", ["recipes.before_sync", "recipes.before_rename"])
+@pytest.mark.parametrize(
+    "point", [f"recipes.{copy}{place}" for copy in ("", "copy.") for place in ("before_sync", "before_rename", "after_rename")]
+)
 def test_a_failed_write_is_reported_and_leaves_what_was_durable(tmp_path, monkeypatch, point):
     write(tmp_path, "a")
     monkeypatch.setattr(failpoints, "_armed", failpoints._parse(f"{point}=raise"))
@@ -130,10 +182,94 @@ def test_a_failed_write_is_reported_and_leaves_what_was_durable(tmp_path, monkey
         pass
     assert inbox.commands[0].error
     assert list(store.recipes()) == ["a"]
+    found = read_recipes(tmp_path)
+    assert (list(found.recipes), found.is_settled) == (["a"], True)
+    assert store.fault == ""
     store.put(b"c", recipe("c"))
     assert store.close(10)
     assert inbox.commands[1].error == ""
     assert list(read_recipes(tmp_path).recipes) == ["a", "c"]
+
+
+def test_old_files_that_stay_do_not_fail_a_change(tmp_path, monkeypatch):
+    write(tmp_path, "a")
+    monkeypatch.setattr(failpoints, "_armed", failpoints._parse("recipes.before_unlink=raise"))
+    commands = write(tmp_path, "b", remove=("a",))
+    assert [command.error for command in commands] == ["", ""]
+    assert list(read_recipes(tmp_path).recipes) == ["b"]
+    assert read_recipes(tmp_path).is_settled
+
+
+def test_a_file_that_can_not_be_restored_at_a_start_is_restored_later(tmp_path, monkeypatch):
+    write(tmp_path, "a", "b")
+    damage_file(list_recipe_files(tmp_path)[0][1], "flip")
+    monkeypatch.setattr(failpoints, "_armed", failpoints._parse("recipes.before_sync=raise"))
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+    store = RecipeStore(tmp_path, inbox=Inbox(), log=Log())
+    assert list(store.recipes()) == ["a", "b"]
+    end = time.monotonic() + 30
+    while store.fault:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert store.close(10)
+    found = read_recipes(tmp_path)
+    assert (list(found.recipes), found.is_settled) == (["a", "b"], True)
+
+
+def nested(levels: int) -> list:
+    value: list = [1]
+    for _ in range(levels - 1):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"messages": [{"role": "system", "tool": nested(150)}]},
+        {"messages": [{"role": "system", "tool": nested(980)}]},
+        {"template_args": {"x": nested(100_000)}},
+        {"template_args": {"x": 1 << 80}},
+        {"template_args": {"x": "\ud800"}},
+        {"messages": [{1: 2}]},
+    ],
+    ids=["deep", "deeper than a decoder goes", "deeper than an encoder goes", "huge number", "no text", "keys of no text"],
+)
+def test_what_can_not_be_kept_fails_its_own_change_alone(tmp_path, monkeypatch, bad):
+    monkeypatch.setattr(failpoints, "_armed", failpoints._parse("recipes.before_sync=sleep:0.05"))
+    inbox = Inbox()
+    store = RecipeStore(tmp_path, inbox=inbox, log=Log())
+    store.put(b"a", recipe("a"))
+    store.put(b"bad", recipe("bad", **bad))
+    store.put(b"b", recipe("b", messages=[{"role": "system", "tool": nested(50)}]))
+    assert store.close(10)
+    errors = {command.op_id: command.error for command in inbox.commands}
+    assert errors.pop(b"bad")
+    assert errors == {b"a": "", b"b": ""}
+    assert list(read_recipes(tmp_path).recipes) == list(store.recipes()) == ["a", "b"]
+
+
+def test_an_unexpected_failure_answers_its_changes_and_the_next_go_on(tmp_path, monkeypatch):
+    real, calls = module.encode_recipes, []
+
+    def fails_once(generation: int, recipes: dict) -> bytes:
+        calls.append(generation)
+        if len(calls) == 1:
+            raise MemoryError
+        return real(generation, recipes)
+
+    monkeypatch.setattr(module, "encode_recipes", fails_once)
+    commands = write(tmp_path, "a", "b")
+    assert [command.error for command in commands] == ["MemoryError()", ""]
+    assert list(read_recipes(tmp_path).recipes) == ["b"]
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling"])
+def test_recipes_that_can_not_be_listed_refuse_the_start(tmp_path, kind):
+    path = tmp_path / "recipes"
+    path.write_bytes(b"") if kind == "file" else path.symlink_to("/nonexistent/folder")
+    with pytest.raises(RecipesUnreadableError, match="can't be listed"):
+        RecipeStore(tmp_path, inbox=Inbox(), log=Log())
 
 
 def test_changes_that_wait_share_one_write_and_show_at_once(tmp_path, monkeypatch):

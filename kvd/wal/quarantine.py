@@ -1,0 +1,55 @@
+"""The quarantine folder: what is damaged and not ours to delete is moved there for people to look at. It is bounded, oldest first out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvd.wal.durable import sync_directory
+
+QUARANTINE_NAME = "quarantine"
+
+
+def set_aside(path: Path, quarantine: Path, max_bytes: int) -> None:
+    """Move ``path``, whatever it is (a fifo, a folder, a dangling link are moved as they are), out of the way.
+
+    Raises:
+        OSError: it is still where it was.
+    """
+    quarantine.mkdir(mode=0o700, exist_ok=True)
+    path.rename(_free_name(quarantine, path.name))
+    sync_directory(path.parent)
+    _bound(quarantine, max_bytes)
+
+
+def keep_piece(name: str, data: bytes, quarantine: Path, max_bytes: int) -> None:
+    """Keep a copy of ``data``, which is about to be cut off.
+
+    Raises:
+        OSError: it could not be written; nothing of it is left.
+    """
+    quarantine.mkdir(mode=0o700, exist_ok=True)
+    path = _free_name(quarantine, name)
+    try:
+        path.write_bytes(data)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    _bound(quarantine, max_bytes)
+
+
+def _free_name(directory: Path, name: str) -> Path:
+    path, copy = directory / name, 1
+    while os.path.lexists(path):
+        path, copy = directory / f"{name}.{copy}", copy + 1
+    return path
+
+
+def _bound(directory: Path, max_bytes: int) -> None:
+    files = sorted((path.stat().st_mtime_ns, path.name, path.stat().st_size, path) for path in directory.iterdir() if path.is_file())
+    excess = sum(size for _, _, size, _ in files) - max_bytes
+    for _, _, size, path in files:
+        if excess <= 0:
+            break
+        path.unlink()
+        excess -= size
