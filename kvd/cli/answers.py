@@ -39,7 +39,7 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         {"multiple": True, "type": click.IntRange(min=0), "metavar": "ID", "help": "End the answer with this token; may be repeated."},
     ),
     ("--ignore-eos", {"is_flag": True, "help": "Go on after the end-of-sequence token."}),
-    ("--n", {"type": click.IntRange(min=1), "metavar": "N", "help": "So many answers to the same prompt."}),
+    ("--n", {"type": click.IntRange(min=1), "metavar": "N", "help": "So many answers to the same prompt; above 1 not with --stream."}),
 )
 
 

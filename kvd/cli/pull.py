@@ -15,7 +15,6 @@ from kvd.cli.download import Progress, SourceError, extract, fetch, sha256_of
 from kvd.cli.exits import CommandError, Exit
 from kvd.cli.model_store import WHEEL_MODELS, WheelModel
 from kvd.cli.output import print_json, print_rows
-from kvd.cli.units import human_size
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
 
@@ -137,7 +136,7 @@ def _line_progress(label: str) -> Progress:
         tenth = done * 10 // total if total else 0
         if tenth > last_tenth:
             last_tenth = tenth
-            share = f"{tenth * 10} % of {human_size(total)}" if total else human_size(done)
+            share = f"{tenth * 10} % of {total / 1e6:.0f} MB" if total else f"{done / 1e6:.0f} MB"
             click.echo(f"{label}: {share}", err=True)
 
     return progress

@@ -353,3 +353,11 @@ def test_where_models_are_found(tmp_path):
 def test_the_users_cache_follows_xdg(tmp_path):
     assert model_store.search_dirs({"XDG_CACHE_HOME": str(tmp_path)})[-1] == tmp_path / "kvd" / "models"
     assert model_store.pull_dir({"KVD_MODELS_DIR": str(tmp_path)}) == tmp_path
+
+
+def test_progress_off_a_terminal_is_a_line_for_each_tenth_in_the_units_of_the_manual(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    with pull.progress_bar("smollm2") as progress:
+        for done in (0, 1, 49_000_000, 98_362_432):
+            progress(done, 98_362_432)
+    assert capsys.readouterr().err.splitlines() == ["smollm2: 0 % of 98 MB", "smollm2: 40 % of 98 MB", "smollm2: 100 % of 98 MB"]
