@@ -72,10 +72,17 @@ class ByteText:
     def encode_chat(self, messages: list[dict[str, Any]], *, date: str, args: Mapping[str, Any]) -> list[int]:
         if "explode" in args:
             raise ChatTemplateError("template exploded")
-        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>")
+        return self.encode(self._render(messages) + "<assistant>")
 
     def system_prefix(self, messages: list[dict[str, Any]], *, date: str, args: Mapping[str, Any]) -> list[int]:
-        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+        return self.encode(self._render(messages))
+
+    @staticmethod
+    def _render(messages: list[dict[str, Any]]) -> str:
+        try:
+            return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        except KeyError as error:
+            raise ChatTemplateError(f"a message has no {error}") from error
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> ByteDetokenizer:
         return ByteDetokenizer()
