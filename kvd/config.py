@@ -86,6 +86,9 @@ class TransportConfig:
     client_timeout_s: float = key(30.0, "Silence after which a client counts as gone and its requests are aborted")
     dedupe_capacity: int = key(65536, "Request ids remembered against re-delivery")
     max_backlog_bytes: int = key(8 << 20, "Bytes that wait for one client's socket; its requests fail with `client_too_slow` beyond")
+    max_total_backlog_bytes: int = key(
+        256 << 20, "Bytes that wait for the sockets of all clients together; beyond, the one with most fails with `client_too_slow`"
+    )
     text_threads: int = key(1, "Threads that render templates and tokenise")
     max_text_jobs: int = key(1024, "Prompts that wait to be rendered and tokenised; `overloaded` beyond")
     max_text_bytes: int = key(64 << 20, "Bytes of the prompts that wait to be rendered and tokenised; `overloaded` beyond")

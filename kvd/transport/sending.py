@@ -1,4 +1,4 @@
-"""What the sockets have not taken yet: a bounded backlog for each peer. Knows no socket; the server gives it one attempt to send."""
+"""What the sockets have not taken yet: a backlog for each peer, each and all together bounded. Knows no socket; the server gives it one attempt to send."""
 
 from __future__ import annotations
 
@@ -51,6 +51,13 @@ class _Backlog:
             self.num_stream_messages = 0
         return num_dropped
 
+    def drop_all(self) -> int:
+        """Keep nothing; how many messages were dropped."""
+        num_dropped = len(self.waiting)
+        self.waiting.clear()
+        self.num_bytes = self.num_stream_messages = 0
+        return num_dropped
+
 
 class Sender:
     """Sends in order for each peer, and lets no peer hold up another."""
@@ -64,19 +71,28 @@ class Sender:
         on_gone: Callable[[bytes], None],
         on_overflow: Callable[[bytes], None],
         max_backlog_bytes: int,
+        max_total_backlog_bytes: int,
     ) -> None:
+        """``on_overflow`` says that a peer's stream messages were dropped, so its requests must fail."""
         self._attempt = attempt
         self._on_sent = on_sent
         self._on_dropped = on_dropped
         self._on_gone = on_gone
         self._on_overflow = on_overflow
         self._max_backlog_bytes = max_backlog_bytes
+        self._max_total_bytes = max_total_backlog_bytes
+        self._total_bytes = 0
         self._backlogs: dict[bytes, _Backlog] = {}
 
     @property
     def has_backlog(self) -> bool:
         """Whether ``retry`` has something to do."""
         return bool(self._backlogs)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that wait for all peers."""
+        return self._total_bytes
 
     def backlog_bytes(self, peer: bytes) -> int:
         """Bytes that wait for a peer."""
@@ -104,6 +120,7 @@ class Sender:
                     self._blocked(peer, backlog, attempt, now)
                     break
                 out = backlog.popleft()
+                self._total_bytes -= out.num_bytes
                 backlog.unreachable_since_s = None
                 self._on_sent(out)
             else:
@@ -116,6 +133,7 @@ class Sender:
             backlog.unreachable_since_s = now
         elif now - backlog.unreachable_since_s >= RECONNECT_GRACE_S:
             del self._backlogs[peer]
+            self._total_bytes -= backlog.num_bytes
             self._on_dropped(len(backlog.waiting))
             self._on_gone(peer)
 
@@ -123,12 +141,34 @@ class Sender:
         """Queue behind a blocked socket. At the bound stream messages give way to terminal ones; what is over twice the bound even so is dropped."""
         limit = self._max_backlog_bytes
         if backlog.num_bytes + out.num_bytes > limit:
-            self._on_dropped(backlog.drop_stream_messages())
-            self._on_overflow(out.peer)
-            if out.num_tokens:
-                backlog.cut_ids.add(out.request_id)
+            self._overflow(out.peer, backlog, out)
+        while self._total_bytes + out.num_bytes > self._max_total_bytes and self._make_room(out):
+            pass
         is_cut = out.num_tokens and out.request_id in backlog.cut_ids
-        if is_cut or backlog.num_bytes + out.num_bytes > 2 * limit:
+        is_over = backlog.num_bytes + out.num_bytes > 2 * limit or self._total_bytes + out.num_bytes > self._max_total_bytes
+        if is_cut or is_over:
             self._on_dropped(1)
         else:
             backlog.append(out)
+            self._total_bytes += out.num_bytes
+
+    def _overflow(self, peer: bytes, backlog: _Backlog, out: Outgoing) -> None:
+        """A peer's stream messages give way, to ``out`` too if it is another's."""
+        before = backlog.num_bytes
+        self._on_dropped(backlog.drop_stream_messages())
+        self._total_bytes -= before - backlog.num_bytes
+        self._on_overflow(peer)
+        if out.peer == peer and out.num_tokens:
+            backlog.cut_ids.add(out.request_id)
+
+    def _make_room(self, out: Outgoing) -> bool:
+        """Take from the peer for which most waits: its stream messages, or all if there are none; whether there was anything to take."""
+        peer, largest = max(self._backlogs.items(), key=lambda item: item[1].num_bytes)
+        if not largest.num_bytes:
+            return False
+        if largest.num_stream_messages:
+            self._overflow(peer, largest, out)
+        else:
+            self._total_bytes -= largest.num_bytes
+            self._on_dropped(largest.drop_all())
+        return True

@@ -21,6 +21,7 @@ from kvd_client.protocol.messages import MAX_HEADER_BYTES
 
 from kvd.config import TransportConfig
 from kvd.observe.logging import get_logger
+from kvd.text.errors import TextError
 from kvd.transport.bodies import TextResult
 from kvd.transport.edge import Outgoing
 from kvd.transport.endpoints import Endpoint, IpcEndpoint, TcpEndpoint, check_exposure, close_ipc, open_ipc, resolve_listen
@@ -85,6 +86,7 @@ class TransportServer:
             on_gone=self._session.on_gone,
             on_overflow=self._session.on_overflow,
             max_backlog_bytes=config.max_backlog_bytes,
+            max_total_backlog_bytes=config.max_total_backlog_bytes,
         )
         self._text_threads = TextThreads(
             config.text_threads,
@@ -317,7 +319,8 @@ class TransportServer:
         self._wake()
 
     def _text_failed(self, error: BaseException) -> None:
-        self._log.critical("text_thread_failed", error=repr(error), exc_info=error)
+        is_mistake = isinstance(error, TextError | OSError)  # no such model: of no use are the lines of code that found it out
+        self._log.error("text_failed", error=repr(error), exc_info=None if is_mistake else error)
         self._on_failure(f"the tokenizer can't be loaded, or a text thread failed: {error!r}")
 
     def _text_done(self, result: TextResult) -> None:

@@ -145,8 +145,11 @@ class Session:
         if client is not None and client.request_ids:
             self._edge.counters.clients_too_slow += 1
             self._edge.log.warning("client_too_slow", client=peer, num_requests=len(client.request_ids))
-            limit = self._edge.config.max_backlog_bytes
-            self._requests.fail_client(client, RequestError(ErrorCode.CLIENT_TOO_SLOW, f"more than {limit} bytes wait for this client"))
+            config = self._edge.config
+            message = (
+                f"too much waits for this client: more than {config.max_backlog_bytes} bytes, or most of {config.max_total_backlog_bytes}"
+            )
+            self._requests.fail_client(client, RequestError(ErrorCode.CLIENT_TOO_SLOW, message))
 
     # -------------------------------------------------------------------------------- in: the engine, the time
 

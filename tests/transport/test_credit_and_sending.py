@@ -59,7 +59,7 @@ def test_an_unstated_credit_is_renewed_in_halves():
 class Peers:
     """Sockets that take, block or are gone, by peer."""
 
-    def __init__(self, max_backlog_bytes=10_000):
+    def __init__(self, max_backlog_bytes=10_000, max_total_backlog_bytes=1_000_000):
         self.state = {}
         self.taken = []
         self.sent = []
@@ -73,6 +73,7 @@ class Peers:
             on_gone=self.gone.append,
             on_overflow=self.overflown.append,
             max_backlog_bytes=max_backlog_bytes,
+            max_total_backlog_bytes=max_total_backlog_bytes,
         )
 
     def attempt(self, out):
@@ -174,3 +175,58 @@ def test_after_the_bound_nothing_follows_that_would_leave_a_gap():
     assert peers.dropped == 14
     peers.sender.send(stream(b"a", 14), 0.0)
     assert len(peers.taken) == 2, "with the backlog gone all is as before"
+
+
+def test_all_backlogs_together_have_a_bound_and_the_largest_gives_way():
+    peers = Peers(max_backlog_bytes=10_000, max_total_backlog_bytes=15_000)
+    for peer in (b"a", b"b", b"c"):
+        peers.state[peer] = Attempt.FULL
+    peers.sender.send(terminal(b"a", 0), 0.0)
+    for number in range(1, 8):
+        peers.sender.send(stream(b"a", number), 0.0)
+    for number in range(6):
+        peers.sender.send(stream(b"b", number), 0.0)
+    assert (peers.overflown, peers.sender.total_bytes) == ([], 14_000)
+    peers.sender.send(stream(b"c", 0), 0.0)
+    assert peers.overflown == []
+    peers.sender.send(stream(b"c", 1), 0.0)
+    assert peers.overflown == [b"a"], "not the one that asked for more"
+    assert peers.dropped == 7
+    assert [peers.sender.backlog_bytes(peer) for peer in (b"a", b"b", b"c")] == [1000, 6000, 2000]
+    peers.sender.send(stream(b"a", 8), 0.0)
+    assert peers.sender.backlog_bytes(b"a") == 1000, "the rest of the stream would leave a gap"
+    assert peers.sender.total_bytes == 9000
+    peers.state.clear()
+    peers.sender.retry(0.0)
+    assert peers.sender.total_bytes == 0
+    assert [int(out.frames[0]) for out in peers.taken] == [0, 0, 1, 2, 3, 4, 5, 0, 1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["stream", "terminal", "open", "block", "lose", "retry"]), st.integers(0, 4), st.integers(2, 3000)),
+        max_size=120,
+    )
+)
+def test_no_order_of_events_goes_beyond_the_bounds_or_miscounts(steps):
+    peers = Peers(max_backlog_bytes=4000, max_total_backlog_bytes=9000)
+    now = 0.0
+    for action, number, size in steps:
+        peer = b"%d" % number
+        now += 0.5
+        if action == "stream":
+            peers.sender.send(stream(peer, 0, size), now)
+        elif action == "terminal":
+            peers.sender.send(terminal(peer, 0, size), now)
+        elif action == "retry":
+            peers.sender.retry(now)
+        else:
+            peers.state[peer] = {"open": Attempt.SENT, "block": Attempt.FULL, "lose": Attempt.UNREACHABLE}[action]
+        waiting = [peers.sender.backlog_bytes(b"%d" % each) for each in range(5)]
+        assert peers.sender.total_bytes == sum(waiting) <= 9000
+        assert max(waiting) <= 8000
+    peers.state.clear()
+    peers.sender.retry(now)
+    assert not peers.sender.has_backlog
+    assert peers.sender.total_bytes == 0

@@ -49,6 +49,7 @@ class Conversations(RuleBasedStateMachine):
             on_gone=self.session.on_gone,
             on_overflow=self.session.on_overflow,
             max_backlog_bytes=max_backlog_bytes,
+            max_total_backlog_bytes=4 * max_backlog_bytes,
         )
         self.jobs: list[TextJob] = []
         self.asked: dict[bytes, int] = {}
