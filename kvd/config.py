@@ -43,7 +43,8 @@ class CacheConfig:
     """The paged KV pool and the prefix tree."""
 
     kv_memory: int = key(
-        0, "Bytes of the KV pool (suffixes KiB, MiB, GiB); 0: on cpu half of the free memory, at most 4 GiB; on cuda 0.9 of the free memory"
+        0,
+        "Bytes of the KV pool (suffixes KiB, MiB, GiB, TiB); 0: on cpu half of the free memory, at most 4 GiB; on cuda 0.9 of the free memory",
     )
     block_size_tokens: int = key(16, "Positions in a block")
     free_watermark: float = key(0.05, "Fraction of the pool that background eviction keeps free")
