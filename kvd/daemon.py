@@ -10,12 +10,13 @@ import faulthandler
 import gc
 import os
 import signal
+import sys
 import threading
-import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import msgspec
@@ -25,48 +26,42 @@ from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager
 from kvd.commands import Hello, Recipe, Snapshot, Stopped
 from kvd.config import ConfigError, DaemonConfig
+from kvd.engine.clock import SystemClock
+from kvd.engine.loading import Loading
 from kvd.engine.loop import EngineLoop, LoopEnd, StartWork, State
 from kvd.engine.pins import Pins
 from kvd.engine.reports import Reports, StartFacts, starting_report
+from kvd.engine.service_manager import ServiceManager
 from kvd.executor.fake import FakeRunner
-from kvd.executor.models.spec import ModelError
+from kvd.executor.host_memory import check_pool_fits
+from kvd.executor.models.inspect import inspect_model
+from kvd.executor.models.spec import ModelError, ModelSpec
 from kvd.executor.worker import ExecutorThread, Runner
 from kvd.frontend import Frontend, start_frontend
-from kvd.observe.notify import Notifier
 from kvd.observe.progress import Progress
 from kvd.scheduler.scheduler import Scheduler
-from kvd.storage.errors import RecipesUnreadableError, StateLockedError, UnknownFormatError
+from kvd.storage.errors import DiskFaultError, RecipesUnreadableError, StateDirError, StateLockedError, UnknownFormatError, state_dir_errors
 from kvd.storage.persistence import RehydrationReport, Storage
 from kvd.text.errors import TextError
 from kvd.text.model import TextModel, load_text_model
-from kvd.transport.errors import EndpointError
+from kvd.transport.errors import EndpointError, EndpointInUseError
 from kvd.transport.inproc import InprocInbox, InprocOutbox
 from kvd.types import pack_tokens
 
 EXIT_OK = 0
 EXIT_SOFTWARE = 70
+EXIT_IO = 74
 EXIT_TEMPORARY = 75
+EXIT_CONFIG = 78
 
 _FAKE_MODEL_LEN = 8192
 _FAKE_POOL_BYTES = 64 << 20
 _BYTE_LEVEL = "bytes"
-_EXTEND_USEC = 30_000_000
-_TELL_INTERVAL_S = 1.0
 _FRONTEND_STOP_S = 5.0
 
 
 class _StopDuringStart(BaseException):
-    """A signal before the engine loop ran; not an Exception, so that no boundary on the way swallows it."""
-
-
-class SystemClock:
-    """The real time."""
-
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    def unix(self) -> float:
-        return time.time()
+    """A signal or the edge's end before the engine loop ran; not an Exception, so that no boundary on the way swallows it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,44 +78,14 @@ class _Engine:
     facts: dict[str, Any]
 
 
-class _Manager:
-    """The service manager's view: progress extends its timeouts, the loop's rounds feed its watchdog. Never more than a datagram a second."""
-
-    def __init__(self, clock: SystemClock) -> None:
-        self._notifier = Notifier.from_environment()
-        self._clock = clock
-        self._watchdog_s = self._notifier.watchdog_interval_s()
-        self._next_watchdog_s = 0.0
-        self._next_tell_s = 0.0
-
-    def progress(self, text: str) -> None:
-        """Something that takes long got further."""
-        now = self._clock.monotonic()
-        if now >= self._next_tell_s:
-            self._next_tell_s = now + _TELL_INTERVAL_S
-            self._notifier.status(text)
-            self._notifier.extend_timeout(_EXTEND_USEC)
-
-    def on_round(self, state: State) -> None:
-        """The engine loop has gone round."""
-        if state is not State.READY:
-            self.progress("computing pins" if state is State.REHYDRATING else "draining")
-        if self._watchdog_s is not None and (now := self._clock.monotonic()) >= self._next_watchdog_s:
-            self._next_watchdog_s = now + self._watchdog_s / 2
-            self._notifier.watchdog()
-
-    def on_state(self, state: State, text: str) -> None:
-        self._notifier.status(text)
-        if state is State.READY:
-            self._notifier.ready()
-        elif state is State.DRAINING:
-            self._notifier.stopping()
-
-    def on_last_checkpoint(self, timeout_s: float) -> None:
-        """The loop is over and feeds no watchdog any more; what is left of the stop takes at most ``timeout_s`` and the closing of each part."""
-        self._notifier.status("writing the last checkpoint")
-        self._notifier.end_watchdog()
-        self._notifier.extend_timeout(int(timeout_s * 1e6) + _EXTEND_USEC)
+_TEMPORARY_ENDS: Mapping[type[Exception], tuple[str, int]] = MappingProxyType(
+    {
+        StateLockedError: ("state_locked", EXIT_TEMPORARY),
+        EndpointInUseError: ("endpoint_in_use", EXIT_TEMPORARY),
+        DiskFaultError: ("disk_fault", EXIT_IO),
+    }
+)
+"""Refusals that another start may be spared with the same configuration: what is logged, and the exit code."""
 
 
 def run(config: DaemonConfig) -> int:
@@ -129,12 +94,30 @@ def run(config: DaemonConfig) -> int:
     Raises:
         ConfigError: it must not start like this; the message says what to change.
     """
+    daemon = Daemon(config)
     try:
-        return Daemon(config).run()
-    except StateLockedError as error:
-        structlog.get_logger("daemon").error("state_locked", error=str(error))
-        return EXIT_TEMPORARY
-    except (UnknownFormatError, RecipesUnreadableError, EndpointError, ModelError, TextError) as error:
+        code = _run(daemon)
+    except BaseException as error:
+        if daemon.is_loading:
+            if isinstance(error, ConfigError):
+                sys.stderr.write(f"kvd: {error}\n")
+                os._exit(EXIT_CONFIG)
+            traceback.print_exc()
+            os._exit(EXIT_SOFTWARE)
+        raise
+    if daemon.is_loading:
+        os._exit(code)  # a thread inside torch would abort the interpreter's own way out
+    return code
+
+
+def _run(daemon: Daemon) -> int:
+    try:
+        return daemon.run()
+    except (StateLockedError, EndpointInUseError, DiskFaultError) as error:
+        event, code = _TEMPORARY_ENDS[type(error)]
+        structlog.get_logger("daemon").error(event, error=str(error))
+        return code
+    except (StateDirError, UnknownFormatError, RecipesUnreadableError, EndpointError, ModelError, TextError) as error:
         raise ConfigError(str(error)) from error
 
 
@@ -144,7 +127,7 @@ class Daemon:
     def __init__(self, config: DaemonConfig) -> None:
         self._config = config
         self._clock = SystemClock()
-        self._manager = _Manager(self._clock)
+        self._manager = ServiceManager(self._clock)
         self._log = structlog.get_logger("daemon")
         self._inbox = InprocInbox(config.engine.inbox_capacity)
         self._outbox = InprocOutbox()
@@ -156,25 +139,35 @@ class Daemon:
             started_monotonic_s=self._clock.monotonic(),
         )
         self._loop: EngineLoop | None = None
-        self._loading: _Loading | None = None
+        self._loading: Loading | None = None
         self._num_signals = 0
         self._may_interrupt = False
         self._failure = ""
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the weights' thread runs, even after ``run``: then the process must not end in the interpreter's own way."""
+        return self._loading is not None and self._loading.is_loading
 
     def run(self) -> int:
         os.umask(0o077)
         faulthandler.enable()  # the watchdog's SIGABRT then says what each thread was doing
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._on_signal)
+        signal.signal(signal.SIGUSR1, self._on_frontend_end)
         frontend: Frontend | None = None
         storage: Storage | None = None
         engine: _Engine | None = None
         clean = False
         try:
-            storage = Storage.lock(self._config.storage, clock=self._clock)
+            with state_dir_errors(self._config.storage.state_dir):
+                storage = Storage.lock(self._config.storage, clock=self._clock)
             self._allow_interrupts()
+            spec = self._describe_model()
+            self._may_interrupt = False  # an edge that is half started could not be ended
             frontend = self._start_frontend()
-            engine = self._open_engine(storage)
+            self._allow_interrupts()
+            engine = self._open_engine(storage, spec)
             end = self._serve(storage, engine)
             if end is LoopEnd.DRAINED and not self._failure:
                 self._manager.on_last_checkpoint(self._config.engine.drain_timeout_s)
@@ -184,8 +177,9 @@ class Daemon:
             if not self._is_stopped_start(error):
                 raise
             self._manager.on_state(State.DRAINING, "stopped during the start")
-            self._log.info("stopped_during_start")
-            clean = True
+            if not self._failure:
+                self._log.info("stopped_during_start")
+                clean = True
         finally:
             self._may_interrupt = False
             self._outbox.put([Stopped()])
@@ -196,11 +190,26 @@ class Daemon:
             if storage is not None:
                 storage.close(clean=clean)
         self._log.info("stopped", clean=clean)
-        if self._loading is not None and self._loading.is_loading:
-            os._exit(EXIT_OK if clean else EXIT_SOFTWARE)  # a thread inside torch would abort the interpreter's own way out
+        if self._failure and not clean:
+            self._load_text()  # if the model is what the edge failed for, that is what to say
         return EXIT_OK if clean else EXIT_SOFTWARE
 
     # -------------------------------------------------------------------------------- start
+
+    def _describe_model(self) -> ModelSpec | None:
+        """What the model is, before anything is opened for it; None for the fake executor.
+
+        Raises:
+            ModelError: it can't be served.
+            ConfigError: it can't be read.
+        """
+        if self._config.model.executor == "fake":
+            return None
+        path = Path(self._config.model.model)
+        try:
+            return inspect_model(path)
+        except OSError as error:
+            raise ConfigError(f"model = {path}: {error.strerror}: {error.filename or path}") from error
 
     def _start_frontend(self) -> Frontend:
         config = self._config
@@ -223,15 +232,28 @@ class Daemon:
     def _text_source(self) -> str:
         return _BYTE_LEVEL if self._config.model.executor == "fake" else self._config.model.model
 
-    def _open_engine(self, storage: Storage) -> _Engine:
+    def _load_text(self) -> TextModel:
+        """The text side, as the edge loads it.
+
+        Raises:
+            TextError: the model's tokenizer or template can't be used.
+            ConfigError: it can't be read.
+        """
+        try:
+            return load_text_model(self._text_source)
+        except OSError as error:
+            raise ConfigError(f"model = {self._text_source}: {error.strerror}: {error.filename or self._text_source}") from error
+
+    def _open_engine(self, storage: Storage, spec: ModelSpec | None) -> _Engine:
         started = self._clock.monotonic()
-        engine = self._open_fake() if self._config.model.executor == "fake" else self._open_torch(storage.fingerprint_cache)
+        engine = self._open_fake() if spec is None else self._open_torch(spec, storage.fingerprint_cache)
         self._facts.fingerprint = engine.fingerprint.hex()
         self._facts.startup["open_model"] = self._since(started)
         return engine
 
     def _open_fake(self) -> _Engine:
         model, cache = self._config.model, self._config.cache
+        check_pool_fits(cache.kv_memory)
         probe = FakeRunner(1, cache.block_size_tokens)
         num_blocks = (cache.kv_memory or _FAKE_POOL_BYTES) // probe.groups()[0].row_bytes
         if num_blocks < 2:
@@ -248,7 +270,7 @@ class Daemon:
             facts={"executor": "fake", "block_bytes": runner.groups()[0].row_bytes},
         )
 
-    def _open_torch(self, fingerprint_cache: Path) -> _Engine:
+    def _open_torch(self, spec: ModelSpec, fingerprint_cache: Path) -> _Engine:
         # OpenMP's threads spin while they wait for each other. Beside the loop's and the edge's threads that turns a step of 45 ms into seconds
         # on two busy cores; a short spin keeps most of the speed of a quiet machine. Read once, when torch loads its runtime.
         if "OMP_WAIT_POLICY" not in os.environ:
@@ -258,7 +280,7 @@ class Daemon:
         config = self._config
         threads = compute_threads(config.model.threads)
         opened = open_model(
-            Path(config.model.model), config.model, config.cache, config.scheduler, threads=threads, digest_cache=fingerprint_cache
+            Path(config.model.model), spec, config.model, config.cache, config.scheduler, threads=threads, digest_cache=fingerprint_cache
         )
         runner: Runner = opened.runner
         return _Engine(
@@ -286,14 +308,15 @@ class Daemon:
             free_watermark=config.cache.free_watermark,
             max_pinned_fraction=config.cache.max_pinned_fraction,
         )
-        storage.open(
-            namespace_fingerprint=engine.fingerprint,
-            groups=engine.executor.groups(),
-            inbox=self._inbox,
-            leases=cache,
-            block_io=engine.executor,
-            block_size_tokens=config.cache.block_size_tokens,
-        )
+        with state_dir_errors(self._config.storage.state_dir):
+            storage.open(
+                namespace_fingerprint=engine.fingerprint,
+                groups=engine.executor.groups(),
+                inbox=self._inbox,
+                leases=cache,
+                block_io=engine.executor,
+                block_size_tokens=config.cache.block_size_tokens,
+            )
         work = self._rehydrate(storage, engine, cache)
         fingerprint = engine.fingerprint
         # A sequence that fills the whole pool is the longest that can ever run.
@@ -343,7 +366,7 @@ class Daemon:
             on_state=lambda state: self._on_state(state, storage),
             on_served=storage.mark_served,
         )
-        if self._num_signals:  # one whose exception was lost in a callback
+        if self._num_signals or self._failure:  # one whose exception was lost in a callback
             self._loop.request_drain()
         # What lives until the end is not looked at again by the collector: its pauses then depend on the requests alone.
         gc.collect()
@@ -354,7 +377,7 @@ class Daemon:
         """Weights and blocks side by side; then the warm-up. What is left of the start is the loop's."""
         config = self._config
         started = self._clock.monotonic()
-        loading = self._loading = _Loading(engine.load, self._manager)
+        loading = self._loading = Loading(engine.load, self._manager.progress)
         loading.start()
         self._publish(State.REHYDRATING)
         deadline_s = started + config.storage.rehydrate_timeout_s
@@ -386,8 +409,9 @@ class Daemon:
         if not recipes:
             return {}, {}
         if not report.recompute_pins:
+            self._log.warning("pins_not_computed", num_pins=len(recipes), failed_starts=report.failed_starts)
             return {}, dict.fromkeys(recipes, f"not computed, for the {report.failed_starts} starts before died early; pin it again")
-        text = load_text_model(self._text_source)
+        text = self._load_text()
         current, not_computed = {}, {}
         for name, recipe in recipes.items():
             try:
@@ -439,56 +463,25 @@ class Daemon:
             raise _StopDuringStart
 
     def _is_stopped_start(self, error: BaseException) -> bool:
-        """Whether a signal ended the start, be it that a library made an error of its own of the interruption."""
-        return isinstance(error, _StopDuringStart) or (self._num_signals > 0 and self._loop is None)
+        """Whether a signal or the edge ended the start, be it that a library made an error of its own of the interruption."""
+        return isinstance(error, _StopDuringStart) or (self._loop is None and (self._num_signals > 0 or bool(self._failure)))
 
     def _allow_interrupts(self) -> None:
         """From here to the loop a signal ends the start wherever it is: what must be undone is known."""
         self._may_interrupt = True
-        if self._num_signals:
+        if self._num_signals or self._failure:
             raise _StopDuringStart
 
     def _on_frontend_failure(self, message: str) -> None:
-        """On the edge's thread: without an edge nobody can be served, so end and be restarted."""
+        """On one of the edge's threads: without an edge nobody can be served, so end and be restarted. The signal interrupts what the start waits for."""
         self._failure = message
         self._log.error("frontend_failed", error=message)
-        if self._loop is None:
-            os._exit(EXIT_SOFTWARE)
-        self._loop.request_drain()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
-
-class _Loading(threading.Thread):
-    """Loads the weights beside the rehydration."""
-
-    def __init__(self, load: Callable[[Callable[[int, int], None]], None], manager: _Manager) -> None:
-        super().__init__(name="kvd-weights", daemon=True)
-        self._load = load
-        self._manager = manager
-        self._error: BaseException | None = None
-        self._done = threading.Event()
-
-    @property
-    def is_loading(self) -> bool:
-        """Not ``is_alive``: a ``join`` that a signal interrupted takes the thread for dead."""
-        return self.ident is not None and not self._done.is_set()
-
-    def run(self) -> None:
-        bar = Progress("loading weights")
-
-        def progress(done: int, total: int) -> None:
-            bar.update(done, total)
-            self._manager.progress(f"loading weights: {done * 100 // max(total, 1)} %")
-
-        try:
-            self._load(progress)
-        except BaseException as error:  # handed to the thread that waits
-            self._error = error
-        finally:
-            bar.close()
-            self._done.set()
-
-    def finish(self) -> None:
-        """Wait for the end; raises what the loading raised."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+    def _on_frontend_end(self, _signum: int, _frame: FrameType | None) -> None:
+        if not self._failure:
+            return  # somebody else's signal
+        if self._loop is not None:
+            self._loop.request_drain()
+        elif self._may_interrupt:
+            raise _StopDuringStart

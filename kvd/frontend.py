@@ -25,7 +25,7 @@ import msgspec
 from kvd.commands import Abort, Command, Event, OpDone, OpFailed, RequestFailed, Stopped
 from kvd.config import EngineConfig, ObserveConfig, TransportConfig
 from kvd.observe.logging import configure, get_logger
-from kvd.transport.errors import EndpointError
+from kvd.transport.errors import EndpointError, EndpointInUseError
 from kvd.transport.inproc import InprocInbox, InprocOutbox
 from kvd.transport.ports import Text
 from kvd.transport.server import TransportServer
@@ -59,6 +59,7 @@ class _Bound:
 
     endpoints: tuple[str, ...] = ()
     error: str = ""
+    is_in_use: bool = False
 
 
 class Frontend(Protocol):
@@ -91,7 +92,8 @@ def start_frontend(
     ``drain_timeout_s`` is for drains that state none. ``on_failure`` is called, from another thread, if the edge dies or the text model can't be loaded.
 
     Raises:
-        EndpointError: an endpoint can't be opened.
+        EndpointInUseError: another process listens on an endpoint.
+        EndpointError: one can't be opened for another reason.
     """
     setup = _Setup(transport=config, observe=observe, text_source=text_source, instance=instance, drain_timeout_s=drain_timeout_s)
     if config.frontend == "process":
@@ -194,7 +196,7 @@ class _ProcessFrontend:
         if bound.error:
             self._channel.close()
             self._process.wait()
-            raise EndpointError(bound.error)
+            raise (EndpointInUseError if bound.is_in_use else EndpointError)(bound.error)
         self._endpoints = bound.endpoints
         self._threads = [
             threading.Thread(target=self._guard, args=(run,), name=f"kvd-frontend-{run.__name__}", daemon=True)
@@ -378,7 +380,7 @@ def run_child(connection: socket.socket) -> int:
     try:
         endpoints = server.bind()
     except EndpointError as error:
-        channel.send(msgspec.msgpack.encode(_Bound(error=str(error))))
+        channel.send(msgspec.msgpack.encode(_Bound(error=str(error), is_in_use=isinstance(error, EndpointInUseError))))
         return os.EX_CONFIG
     channel.send(msgspec.msgpack.encode(_Bound(endpoints=endpoints)))
     server.start()

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from kvd.config import CacheConfig, ConfigError, ModelConfig, SchedulerConfig
+from kvd.executor.host_memory import available_bytes, check_pool_fits
 from kvd.executor.kv_pool import KvPool, row_bytes
 from kvd.executor.models.fingerprint import fingerprint
-from kvd.executor.models.inspect import inspect_model
 from kvd.executor.models.spec import ModelSpec, fit_length
 from kvd.executor.models.weights.load import load_decoder
 from kvd.executor.runner import TorchRunner
@@ -57,14 +57,19 @@ def resolve_dtype(name: str, device: torch.device, weights_dtype: str) -> torch.
 
 
 def pool_bytes(configured: int, device: torch.device) -> int:
-    """Bytes of the KV pool; 0 means automatic, from the memory that is free now."""
+    """Bytes of the KV pool; 0 means automatic, from the memory that is free now.
+
+    Raises:
+        ConfigError: more than this machine has.
+    """
     if configured:
+        if device.type == "cpu":
+            check_pool_fits(configured)
         return configured
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * _GPU_POOL_FRACTION)
-    available_kib = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-    return min(_AUTO_POOL_MAX_BYTES, available_kib * 1024 // 2)
+    return min(_AUTO_POOL_MAX_BYTES, available_bytes() // 2)
 
 
 def compute_threads(configured: int) -> int:
@@ -132,16 +137,25 @@ class OpenedModel:
 
 
 def open_model(
-    path: Path, model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, *, threads: int, digest_cache: Path
+    path: Path,
+    described: ModelSpec,
+    model: ModelConfig,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    *,
+    threads: int,
+    digest_cache: Path,
 ) -> OpenedModel:
-    """Inspect a model, decide device, dtype and pool, and allocate the pool (pages touched, so that no first request pays for them).
+    """Decide device, dtype and pool, and allocate the pool (pages touched, so that no first request pays for them).
+
+    ``described`` is what ``inspect_model(path)`` says.
 
     Raises:
-        ConfigError: the pool is too small for one sequence, or the settings don't fit the machine.
+        ConfigError: the pool is too small for one sequence or can't be allocated, or the settings don't fit the machine.
         ModelError: the model can't be served as it is (executor/models/spec.py).
     """
     torch.set_num_threads(threads)
-    spec, max_model_len = fit_length(inspect_model(path), model.max_model_len)
+    spec, max_model_len = fit_length(described, model.max_model_len)
     device = resolve_device(model.device)
     dtype = resolve_dtype(model.dtype, device, spec.weights_dtype)
     block_bytes = row_bytes(spec, dtype, cache.block_size_tokens)
@@ -150,7 +164,13 @@ def open_model(
         raise ConfigError(
             f"kv_memory: {cache.kv_memory} bytes hold {num_blocks} blocks of {block_bytes} bytes; give at least {2 * block_bytes}"
         )
-    pool = KvPool(spec, num_blocks, cache.block_size_tokens, dtype, device)
+    try:
+        pool = KvPool(spec, num_blocks, cache.block_size_tokens, dtype, device)
+    except (RuntimeError, MemoryError) as error:  # torch's own errors are RuntimeErrors
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"kv_memory = {cache.kv_memory}: {num_blocks * block_bytes} bytes can't be allocated on {device}: {reason}"
+        ) from error
     digest = fingerprint(
         path,
         spec,

@@ -1,6 +1,16 @@
-"""The storage room's named errors. Only ``StateLockedError``, ``UnknownFormatError`` and ``RecipesUnreadableError`` stop a start."""
+"""The storage room's named errors.
+
+Only ``StateLockedError``, ``StateDirError``, ``DiskFaultError``, ``UnknownFormatError`` and ``RecipesUnreadableError`` stop a start.
+"""
 
 from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_DISK_FAULTS = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
 
 
 class StorageError(Exception):
@@ -9,6 +19,14 @@ class StorageError(Exception):
 
 class StateLockedError(StorageError):
     """Another process holds the state directory; the message names it."""
+
+
+class StateDirError(StorageError):
+    """The path of the state directory is not one that can be made, read and written; the message names the key."""
+
+
+class DiskFaultError(StorageError):
+    """The state directory is the right one, but its disk fails or is full: another start may succeed with the same configuration."""
 
 
 class UnknownFormatError(StorageError):
@@ -29,3 +47,18 @@ class StoreFullError(StorageError):
 
 class StoreMapFullError(StoreFullError):
     """The map, that is the store's own budget, is full; the disk is not."""
+
+
+@contextmanager
+def state_dir_errors(state_dir: Path) -> Iterator[None]:
+    """Around what a start does with its state directory.
+
+    Raises:
+        DiskFaultError, StateDirError: instead of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        place = "" if error.filename is None or Path(error.filename) == state_dir else f" at {error.filename}"
+        kind, what = (DiskFaultError, "its disk fails") if error.errno in _DISK_FAULTS else (StateDirError, "can't be used")
+        raise kind(f"state_dir = {state_dir}: {what}: {error.strerror or error}{place}") from error

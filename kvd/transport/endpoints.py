@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvd_client.endpoints import default_listen_endpoint
+from kvd_client.endpoints import default_listen_endpoint, user_socket
 
-from kvd.transport.errors import EndpointError
+from kvd.transport.errors import EndpointError, EndpointInUseError
 
 SOCKET_MODE = 0o660
 _DIRECTORY_MODE = 0o750
@@ -108,11 +108,14 @@ def open_ipc(endpoint: IpcEndpoint) -> socket.socket:
     depends on the umask. Nobody can connect before ``listen``, so the mode is right from the first connection.
 
     Raises:
-        EndpointError: somebody listens there, something else is in the way, or the path can't be used.
+        EndpointInUseError: somebody listens there.
+        EndpointError: something else is in the way, or the path can't be used.
     """
     path = endpoint.path
     try:
         if not path.parent.exists():
+            if not may_make_directory(path.parent):
+                raise EndpointError(f"{endpoint.url}: the directory {path.parent} does not exist; make it first")
             path.parent.mkdir(mode=_DIRECTORY_MODE, parents=True)
         if path.parent.stat().st_uid not in {0, os.geteuid()}:
             raise EndpointError(f"{endpoint.url}: the directory belongs to another user, who could put another socket there")
@@ -126,8 +129,16 @@ def open_ipc(endpoint: IpcEndpoint) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise EndpointError(f"{endpoint.url}: {error.strerror or error}") from error
+        kind = EndpointInUseError if error.errno == errno.EADDRINUSE else EndpointError
+        raise kind(f"{endpoint.url}: {error.strerror or error}") from error
     return listener
+
+
+def may_make_directory(directory: Path, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a missing directory of a socket is one of the daemon's own, where clients look by default; any other is somebody's typing error."""
+    own = {Path("/tmp") / f"kvd-{os.getuid()}", user_socket(environ).parent}  # noqa: S108  both homes of user_socket
+    own.update(Path(each) for each in environ.get("RUNTIME_DIRECTORY", "").split(":") if each)
+    return directory in own
 
 
 def close_ipc(endpoint: IpcEndpoint, inode: int) -> None:
@@ -175,6 +186,7 @@ def _remove_stale(endpoint: IpcEndpoint) -> None:
         outcome = probe.connect_ex(str(path))
     if outcome == errno.ECONNREFUSED:
         path.unlink(missing_ok=True)
+    elif outcome in {0, errno.EAGAIN, errno.EINPROGRESS}:
+        raise EndpointInUseError(f"{endpoint.url}: another process listens here")
     elif outcome != errno.ENOENT:
-        detail = "" if outcome in {0, errno.EAGAIN, errno.EINPROGRESS} else f" ({os.strerror(outcome)})"
-        raise EndpointError(f"{endpoint.url}: another process listens here{detail}")
+        raise EndpointError(f"{endpoint.url}: the socket that is there can't be tried: {os.strerror(outcome)}")

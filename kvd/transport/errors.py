@@ -22,3 +22,7 @@ def bad_request(message: str) -> RequestError:
 
 class EndpointError(Exception):
     """An endpoint that can't or must not be opened; the message names it and says why."""
+
+
+class EndpointInUseError(EndpointError):
+    """Another process listens there, as a daemon that is still ending does: it may be free in a moment."""

@@ -8,6 +8,7 @@ builds, so a vanished client shows by its silence or by EHOSTUNREACH.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import os
 import threading
@@ -25,7 +26,7 @@ from kvd.text.errors import TextError
 from kvd.transport.bodies import TextResult
 from kvd.transport.edge import Outgoing
 from kvd.transport.endpoints import Endpoint, IpcEndpoint, TcpEndpoint, check_exposure, close_ipc, open_ipc, resolve_listen
-from kvd.transport.errors import EndpointError
+from kvd.transport.errors import EndpointError, EndpointInUseError
 from kvd.transport.inproc import InprocOutbox
 from kvd.transport.ports import CommandSink, Text
 from kvd.transport.sending import Attempt, Sender
@@ -172,7 +173,8 @@ class TransportServer:
             return self._listen_tcp(index, endpoint, router)
         except zmq.ZMQError as error:
             router.close()
-            raise EndpointError(f"{endpoint.url}: {error.strerror}") from error
+            kind = EndpointInUseError if error.errno == errno.EADDRINUSE else EndpointError
+            raise kind(f"{endpoint.url}: {error.strerror}") from error
         except BaseException:
             router.close()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -13,6 +14,7 @@ from kvd.transport.endpoints import (
     TcpEndpoint,
     check_exposure,
     close_ipc,
+    may_make_directory,
     open_ipc,
     parse_endpoint,
     resolve_listen,
@@ -90,6 +92,21 @@ def test_the_file_of_another_daemon_is_not_removed(tmp_path):
     close_ipc(IpcEndpoint(tmp_path / "old"), inode)
     assert not (tmp_path / "old").exists()
     close_ipc(IpcEndpoint(tmp_path / "old"), inode)
+
+
+def test_only_the_directories_where_clients_look_by_default_are_made(tmp_path, monkeypatch):
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path), "RUNTIME_DIRECTORY": f"{tmp_path}/one:{tmp_path}/two"}
+    home = Path(f"/tmp/kvd-{os.getuid()}")
+    for directory in (tmp_path / "kvd", tmp_path / "one", tmp_path / "two", home):
+        assert may_make_directory(directory, environ)
+    for directory in (tmp_path / "kvd" / "deeper", tmp_path / "kdv", tmp_path / "three"):
+        assert not may_make_directory(directory, environ)
+    assert not may_make_directory(tmp_path / "kvd", {})
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    open_ipc(IpcEndpoint(tmp_path / "kvd" / "s")).close()
+    with pytest.raises(EndpointError, match=r"kdv does not exist; make it first"):
+        open_ipc(IpcEndpoint(tmp_path / "kdv" / "s"))
+    assert not (tmp_path / "kdv").exists()
 
 
 def test_a_path_that_cannot_be_used_is_a_clear_error(tmp_path):

@@ -19,7 +19,7 @@ from kvd_client.protocol.messages import Checkpoint, Failed, Finished, Generate,
 from kvd.commands import Abort, CheckpointNow, Command, OpDone, PinPrefix, Submit, TokensOut
 from kvd.config import ObserveConfig, TransportConfig
 from kvd.frontend import _encode, _send_commands, start_frontend
-from kvd.transport.errors import EndpointError
+from kvd.transport.errors import EndpointInUseError
 from kvd.transport.inproc import InprocInbox, InprocOutbox
 
 pytestmark = pytest.mark.socket
@@ -129,7 +129,7 @@ def test_a_full_engine_inbox_is_overloaded(start, mode):
 
 def test_an_endpoint_in_use_is_refused_in_both_modes(start, mode, tmp_path):
     start("thread")
-    with pytest.raises(EndpointError, match="another process listens here"):
+    with pytest.raises(EndpointInUseError, match="another process listens here"):
         Running(tmp_path, mode)
 
 

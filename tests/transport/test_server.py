@@ -14,7 +14,7 @@ from kvd_client.protocol.codec import unpack_body
 from kvd_client.protocol.messages import Credit, Failed, Finished, Generate, Hello, HelloReply, Ping, Pong, Stats, Status, Tokens
 
 from kvd.transport.bodies import TextJob
-from kvd.transport.errors import EndpointError
+from kvd.transport.errors import EndpointError, EndpointInUseError
 from kvd.transport.text_threads import TextThreads
 
 pytestmark = pytest.mark.socket
@@ -74,19 +74,20 @@ def test_two_endpoints_keep_equal_identities_apart(served, connect, tmp_path):
     assert two.receive()[0].nonce == 2
 
 
-def test_the_socket_is_for_owner_and_group(start_server, tmp_path):
+def test_the_socket_is_for_owner_and_group(start_server, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     old = os.umask(0)
     try:
-        start_server(listen=(f"ipc://{tmp_path}/new/kvd.sock",))
+        start_server(listen=(f"ipc://{tmp_path}/kvd/kvd.sock",))
     finally:
         os.umask(old)
-    assert stat.S_IMODE((tmp_path / "new" / "kvd.sock").stat().st_mode) == 0o660
-    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o750
+    assert stat.S_IMODE((tmp_path / "kvd" / "kvd.sock").stat().st_mode) == 0o660
+    assert stat.S_IMODE((tmp_path / "kvd").stat().st_mode) == 0o750
 
 
 def test_a_live_socket_is_not_stolen(served, start_server, tmp_path):
     _, client = served()
-    with pytest.raises(EndpointError, match="another process listens here"):
+    with pytest.raises(EndpointInUseError, match="another process listens here"):
         start_server()
     assert client.generate()[0] == "abcab"
 
@@ -122,7 +123,7 @@ def test_plain_tcp_beyond_this_machine_with_the_flag(start_server, connect):
 
 def test_a_taken_port_is_a_clear_error(start_server):
     running = start_server(listen=("tcp://127.0.0.1:*",))
-    with pytest.raises(EndpointError, match=r"127\.0\.0\.1.*in use"):
+    with pytest.raises(EndpointInUseError, match=r"127\.0\.0\.1.*in use"):
         start_server(listen=(running.url,))
 
 
