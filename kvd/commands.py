@@ -214,7 +214,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):
-    """The engine has ended; the edge flushes what it holds and ends too."""
+    """The engine has ended; the edge delivers what it holds, for at most ``flush_s``, and ends too."""
+
+    flush_s: float = 2.0
 
 
 Event = TokensOut | ChoiceDone | RequestDone | RequestFailed | OpDone | OpFailed | Snapshot | Hello | Stopped

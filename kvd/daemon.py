@@ -58,6 +58,8 @@ _FAKE_MODEL_LEN = 8192
 _FAKE_POOL_BYTES = 64 << 20
 _BYTE_LEVEL = "bytes"
 _FRONTEND_STOP_S = 5.0
+_MIN_FLUSH_S = 2.0
+"""How long clients may take to read what they are owed, or what is left of the drain if that is more."""
 
 
 class _StopDuringStart(BaseException):
@@ -182,9 +184,10 @@ class Daemon:
                 clean = True
         finally:
             self._may_interrupt = False
-            self._outbox.put([Stopped()])
+            flush_s = max(_MIN_FLUSH_S, self._loop.drain_left_s if self._loop is not None else 0.0)
+            self._outbox.put([Stopped(flush_s)])
             if frontend is not None:
-                frontend.stop(_FRONTEND_STOP_S)
+                frontend.stop(flush_s + _FRONTEND_STOP_S)
             if engine is not None:
                 engine.executor.close(_FRONTEND_STOP_S)
             if storage is not None:

@@ -36,8 +36,8 @@ _LENGTH = struct.Struct("<I")
 _MAX_MESSAGE_BYTES = 1 << 30
 _IDLE_WAIT_S = 0.5
 _CHILD_INBOX_CAPACITY = 4096
-_CHILD_END_S = 4.0
-"""How long a child that was told to end may take: it flushes its sockets."""
+_CHILD_END_S = 2.0
+"""How long a child that was told to end may take beyond the time in which it flushes its sockets."""
 _CHILD_GONE_S = 15.0
 """How long a child whose channel is closed may take to be gone."""
 
@@ -72,7 +72,10 @@ class Frontend(Protocol):
     def is_alive(self) -> bool: ...
 
     def stop(self, timeout_s: float) -> bool:
-        """End, after flushing what is queued if ``Stopped`` was put into the outbox; whether it ended in time (a process is killed then)."""
+        """End, after flushing what is queued if ``Stopped`` was put into the outbox; whether it ended in time (a process is killed then).
+
+        ``timeout_s`` leaves a few seconds beyond ``Stopped.flush_s``.
+        """
 
 
 def start_frontend(
@@ -386,22 +389,24 @@ def run_child(connection: socket.socket) -> int:
     server.start()
     sender = threading.Thread(target=_send_commands, args=(channel, inbox, outbox, server, fail), name="kvd-frontend-commands", daemon=True)
     sender.start()
-    has_stopped = _take_events(channel, outbox)
-    if not has_stopped:
-        server.stop(_CHILD_END_S)
-    server.join(_CHILD_END_S)
+    stopped = _take_events(channel, outbox)
+    if stopped is None:
+        stopped = Stopped()
+        server.stop(stopped.flush_s)
+    server.join(stopped.flush_s + _CHILD_END_S)
     return os.EX_SOFTWARE if failed.is_set() else os.EX_OK
 
 
-def _take_events(channel: _Channel, outbox: InprocOutbox) -> bool:
-    """Parent to outbox; whether it ended with ``Stopped`` rather than with the parent."""
+def _take_events(channel: _Channel, outbox: InprocOutbox) -> Stopped | None:
+    """Parent to outbox; ``Stopped`` if it ended so rather than with the parent."""
     decoder = msgspec.msgpack.Decoder(list[Event])
     while (message := channel.receive()) is not None:
         events = decoder.decode(message)
         outbox.put(events)
-        if any(isinstance(event, Stopped) for event in events):
-            return True
-    return False
+        for event in events:
+            if isinstance(event, Stopped):
+                return event
+    return None
 
 
 def _send_commands(

@@ -134,6 +134,11 @@ class EngineLoop:
         self._next_sample_s = 0.0
         self._log = structlog.get_logger("engine")
 
+    @property
+    def drain_left_s(self) -> float:
+        """What is left of the time that a drain gave the running requests; 0 without a drain."""
+        return max(0.0, self._drain_deadline_s - self._clock.monotonic())
+
     def request_drain(self) -> None:
         """Ask for a drain; safe in a signal handler (it only sets a flag, which an idle loop sees within a quarter of a second)."""
         self._drain_requested = True

@@ -9,7 +9,7 @@ from typing import Any
 from kvd_client.protocol.codec import encode
 from kvd_client.protocol.messages import Failed, Message
 
-from kvd.commands import Command, Hello, Snapshot
+from kvd.commands import Command, Hello, Snapshot, Stopped
 from kvd.config import TransportConfig
 from kvd.observe.logging import get_logger
 from kvd.transport.bodies import TextJob
@@ -51,6 +51,7 @@ class Edge:
     text: Text | None = None
     snapshot: Snapshot = field(default_factory=lambda: Snapshot("starting", {"state": "starting"}, {}))
     stopped: bool = False
+    flush_s: float = Stopped().flush_s
     outgoing: list[Outgoing] = field(default_factory=list)
     text_jobs: list[TextJob] = field(default_factory=list)
     log: Any = field(default_factory=lambda: get_logger("transport"))

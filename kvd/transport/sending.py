@@ -126,6 +126,13 @@ class Sender:
             else:
                 del self._backlogs[peer]
 
+    def drop_stream_messages(self) -> None:
+        """Let nothing stand before the terminal messages, for there is little time left."""
+        for backlog in self._backlogs.values():
+            before = backlog.num_bytes
+            self._on_dropped(backlog.drop_stream_messages())
+            self._total_bytes -= before - backlog.num_bytes
+
     def _blocked(self, peer: bytes, backlog: _Backlog, attempt: Attempt, now: float) -> None:
         if attempt is Attempt.FULL:
             backlog.unreachable_since_s = None

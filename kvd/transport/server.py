@@ -24,6 +24,7 @@ from kvd.config import TransportConfig
 from kvd.observe.logging import get_logger
 from kvd.text.errors import TextError
 from kvd.transport.bodies import TextResult
+from kvd.transport.closing import hold_connections, wait_until_read
 from kvd.transport.edge import Outgoing
 from kvd.transport.endpoints import Endpoint, IpcEndpoint, TcpEndpoint, check_exposure, close_ipc, open_ipc, resolve_listen
 from kvd.transport.errors import EndpointError, EndpointInUseError
@@ -38,9 +39,12 @@ _MESSAGES_PER_TURN = 64
 """Messages taken from one socket before the others, the engine and the clock get their turn."""
 _TICK_MS = 250
 _RETRY_MS = 10
-_FLUSH_S = 2.0
-_LINGER_MS = 1000
-_SEND_HWM = 1000
+_TERMINAL_S = 1.5
+"""The end of the flush, in which stream messages no longer stand before terminal ones."""
+_LAST_LINGER_S = 0.1
+_SEND_HWM = 256
+_IPC_SEND_BUFFER_BYTES = 32 * 1024
+"""With the high-water mark it bounds what a peer must read before a message that is sent now: a slow one gets its terminal message in time."""
 _RECEIVE_HWM = 128
 _HANDSHAKE_MS = 3000
 _HEARTBEAT_MS = 5000
@@ -107,6 +111,7 @@ class TransportServer:
         os.set_blocking(self._wake_write, False)
         self._wake_lock = threading.Lock()
         self._stopping = threading.Event()
+        self._flush_deadline_s = 0.0
         self._thread = threading.Thread(target=self._run, name="kvd-transport", daemon=True)
 
     # -------------------------------------------------------------------------------- for the daemon
@@ -129,7 +134,7 @@ class TransportServer:
             for index, endpoint in enumerate(endpoints):
                 self._listeners.append(self._listen(index, endpoint))
         except BaseException:
-            self._close(linger_ms=0)
+            self._close(deadline_s=0.0)
             raise
         return tuple(listener.url for listener in self._listeners)
 
@@ -182,6 +187,7 @@ class TransportServer:
     def _listen_ipc(self, index: int, endpoint: IpcEndpoint, router: zmq.Socket[bytes]) -> _Listener:
         with open_ipc(endpoint) as listener:
             inode = endpoint.path.lstat().st_ino
+            router.setsockopt(zmq.SNDBUF, _IPC_SEND_BUFFER_BYTES)
             router.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))
             router.bind(endpoint.url)
         return _Listener(index, endpoint, router, endpoint.url, inode)
@@ -206,16 +212,15 @@ class TransportServer:
                 poller.register(self._zap, zmq.POLLIN)
             for listener in self._listeners:
                 poller.register(listener.socket, zmq.POLLIN)
-            while not (self._stopping.is_set() or self._session.is_stopped):
+            while not self._is_over():
                 self._turn({each for each, _ in poller.poll(_RETRY_MS if self._sender.has_backlog else _TICK_MS)})
-            self._flush()
         except BaseException as error:
             self._log.critical("transport_failed", error=repr(error), exc_info=error)
             self._on_failure(f"the transport failed: {error!r}")
         finally:
             self._outbox.on_put(None)
             self._text_threads.stop()
-            self._close(linger_ms=_LINGER_MS)
+            self._close(deadline_s=max(self._flush_deadline_s, time.monotonic() + _LAST_LINGER_S))
 
     def _turn(self, ready: set[object]) -> None:
         now = time.monotonic()
@@ -287,22 +292,30 @@ class TransportServer:
             self._session.counters.curve_denied += 1
         zap.send_multipart(reply)
 
-    def _flush(self) -> None:
-        """The engine has ended: give what is queued a moment to reach the sockets."""
-        deadline = time.monotonic() + _FLUSH_S
-        self._take_engine_and_text(time.monotonic())
-        while self._sender.has_backlog and time.monotonic() < deadline:
-            time.sleep(_RETRY_MS / 1000)
-            self._sender.retry(time.monotonic())
+    def _is_over(self) -> bool:
+        """Whether the engine has ended and the sockets have taken what was queued, or the time for that is up."""
+        if not (self._stopping.is_set() or self._session.is_stopped):
+            return False
+        now = time.monotonic()
+        if not self._flush_deadline_s:
+            self._take_engine_and_text(now)  # ``stop`` may have come before the engine's last words were taken
+            self._flush_deadline_s = now + self._session.flush_s
+        if now >= self._flush_deadline_s - _TERMINAL_S:
+            self._sender.drop_stream_messages()
+        return not self._sender.has_backlog or now >= self._flush_deadline_s
 
-    def _close(self, *, linger_ms: int) -> None:
+    def _close(self, *, deadline_s: float) -> None:
+        """Close everything; what the sockets have taken goes out meanwhile, at most until ``deadline_s``."""
+        endpoints = [listener.endpoint for listener in self._listeners]
+        held = hold_connections([str(each.path) for each in endpoints if isinstance(each, IpcEndpoint)])
         for listener in self._listeners:
             if isinstance(listener.endpoint, IpcEndpoint):
                 close_ipc(listener.endpoint, listener.inode)
-            listener.socket.close(linger_ms)
+            listener.socket.close(max(0, int((deadline_s - time.monotonic()) * 1000)))
         if self._zap is not None:
             self._zap.close(0)
         self._context.term()
+        wait_until_read(held, deadline_s)
         with self._wake_lock:
             os.close(self._wake_read)
             os.close(self._wake_write)

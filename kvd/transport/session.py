@@ -69,6 +69,11 @@ class Session:
         return self._edge.stopped
 
     @property
+    def flush_s(self) -> float:
+        """How long what is queued may be delivered after the engine's end."""
+        return self._edge.flush_s
+
+    @property
     def num_requests(self) -> int:
         """Requests that the edge still holds."""
         return len(self._requests)
@@ -271,10 +276,11 @@ class Session:
             case EngineHello():
                 self._edge.hello = event
             case Stopped():
-                self._on_stopped()
+                self._on_stopped(event)
 
-    def _on_stopped(self) -> None:
+    def _on_stopped(self, event: Stopped) -> None:
         self._edge.stopped = True
+        self._edge.flush_s = event.flush_s
         error = RequestError(ErrorCode.DRAINING, "the daemon has stopped", retry_after_s=1.0)
         self._requests.on_stopped(error)
         self._operations.on_stopped(error)

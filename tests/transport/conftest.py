@@ -41,6 +41,7 @@ def start_server(tmp_path: Path, failures: list[str]) -> Iterator[Callable[..., 
             )
             self.urls = self.server.bind()
             self.url = self.urls[0]
+            self.outbox = outbox
             self.engine = EngineThread(inbox, outbox, state=state)
             self.server.start()
             self.is_ended = False
