@@ -7,6 +7,7 @@ to look at.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -19,7 +20,8 @@ from kvd.observe.failpoints import declare, failpoint
 from kvd.storage.errors import StoreDamagedError, StoreFullError, UnknownFormatError
 from kvd.storage.schema import FORMAT_VERSION, StoreMeta
 from kvd.storage.store import DATA_NAME, Store
-from kvd.wal.durable import replace_file, sync_directory
+from kvd.wal.durable import read_regular, remove_any, replace_file, sync_directory
+from kvd.wal.quarantine import QUARANTINE_NAME, discard, make_folder
 
 declare(
     "store.create.before_rename",
@@ -59,10 +61,10 @@ def read_current(state_dir: Path) -> Current | None:
     """
     path = state_dir / STORE_NAME / CURRENT_NAME
     try:
-        text = path.read_bytes().decode("ascii", "replace")
-    except FileNotFoundError:
-        return None
+        text = read_regular(path).decode("ascii", "replace")
     except OSError as error:
+        if not os.path.lexists(path):
+            return None
         raise StoreDamagedError(f"{path} can't be read: {error}") from error
     match = _CURRENT.match(text)
     if match is None or int(match[4], 16) != crc32c(text.rsplit(" ", 1)[0].encode()):
@@ -75,7 +77,8 @@ def read_current(state_dir: Path) -> Current | None:
 class Generations:
     """The state directory's generations. Used by one thread at a time; the state lock is held.
 
-    ``max_aside_bytes`` bounds a generation that is kept aside. ``damage`` collects, as sentences, what was found wrong.
+    ``max_aside_bytes`` bounds a generation that is kept aside. ``damage`` collects, as sentences, what was found wrong. Where nothing can be written
+    (a full disk), what can't be done is left and shows when a generation is opened.
     """
 
     def __init__(self, state_dir: Path, *, map_bytes: int, max_aside_bytes: int) -> None:
@@ -84,12 +87,14 @@ class Generations:
         self._map_bytes = map_bytes
         self._max_aside_bytes = max_aside_bytes
         self.damage: list[str] = []
-        self._root.mkdir(mode=0o700, exist_ok=True)
+        if note := make_folder(self._root, state_dir / QUARANTINE_NAME, max_aside_bytes):
+            self.damage.append(note)
         try:
             current = read_current(state_dir)
         except StoreDamagedError as error:
             self.damage.append(str(error))
             current = None
+            discard(self._root / CURRENT_NAME, state_dir / QUARANTINE_NAME, max_aside_bytes)
         self._is_new = current is None
         if current is None and not self.damage and self._highest():
             self.damage.append(f"{self._root / CURRENT_NAME} is missing")
@@ -165,12 +170,12 @@ class Generations:
     def _compacted(self, store: Store) -> Store:
         """The budget became smaller: copy what is in use to a new generation if that fits, else go on (expiry frees pages for the next start)."""
         generation = self.current.generation + 1
-        temporary = self._temporary(generation)
         try:
+            temporary = self._temporary(generation)
             store.copy_compact(temporary)
-        except (StoreFullError, StoreDamagedError) as error:
+        except (StoreFullError, StoreDamagedError, OSError) as error:
             self.damage.append(f"the store can't be compacted: {error}")
-            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(self._root / f".{generation}.tmp", ignore_errors=True)
             return store
         if (temporary / DATA_NAME).stat().st_size > self._map_bytes:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -183,8 +188,8 @@ class Generations:
 
     def _temporary(self, generation: int) -> Path:
         temporary = self._root / f".{generation}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(mode=0o700)
+        remove_any(temporary)
+        temporary.mkdir(mode=0o700, parents=True)
         return temporary
 
     def _adopt(self, temporary: Path, generation: int) -> None:
@@ -203,13 +208,20 @@ class Generations:
         self._is_new = False
 
     def _highest(self) -> int:
-        return max((int(path.name) for path in self._root.iterdir() if path.name.isdigit()), default=0)
+        return max((int(path.name) for path in self._entries() if path.name.isdecimal()), default=0)
+
+    def _entries(self) -> list[Path]:
+        try:
+            return list(self._root.iterdir())
+        except OSError:
+            return []
 
     def _sweep(self) -> None:
         """Remove what a crash left: temporary folders, and generations that CURRENT does not name."""
-        for path in self._root.iterdir():
+        for path in self._entries():
             is_leftover = path.name.startswith(".") or (
-                path.name.isdigit() and int(path.name) != self.current.generation and not self._is_new
+                path.name.isdecimal() and int(path.name) != self.current.generation and not self._is_new
             )
             if is_leftover:
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    remove_any(path)

@@ -121,7 +121,10 @@ class Storage:
         except OSError:
             lock.release()
             raise
-        return cls(config, lock, guard, clock, log or structlog.get_logger("storage"))
+        log = log or structlog.get_logger("storage")
+        if guard.fault:
+            log.error("storage.not_writable", reason=guard.fault)
+        return cls(config, lock, guard, clock, log)
 
     @property
     def fingerprint_cache(self) -> Path:
@@ -393,7 +396,8 @@ class Storage:
 
     def status(self) -> dict[str, Any]:
         """The ``store`` part of the status report."""
-        running, fault = self._running, self._recipes.fault if self._recipes is not None else ""
+        running = self._running
+        fault = self._guard.fault or (self._recipes.fault if self._recipes is not None else "")
         if running is None:
             return {
                 "nodes": 0,

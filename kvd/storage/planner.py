@@ -160,7 +160,7 @@ class Planner:
 
     @property
     def is_alive(self) -> bool:
-        """False after a fault of the planner's own: nothing will be answered any more."""
+        """Whether it will answer."""
         return self._thread.is_alive()
 
     # -------------------------------------------------------------------------------- storage thread
@@ -180,13 +180,30 @@ class Planner:
             self._wake.clear()
             try:
                 while self._mail:
-                    self._take(self._mail.popleft())
+                    self._take(self._mail[0])
+                    self._mail.popleft()  # only now: who sent one that can't be taken is still to be answered
                 self._advance()
             except Exception as error:
                 # A fault of ours must not end the daemon nor go on writing from a wrong picture: persistence stays off from here.
                 self._log.error("storage.planner_failed", error=repr(error))
-                self._become_degraded(f"the planner failed: {error!r}")
-                return
+                self.num_degradations += 1
+                self.degraded_reason = f"the planner failed: {error!r}"
+                self._refuse_from_now_on()
+
+    def _refuse_from_now_on(self) -> None:
+        """Answer whoever waits, and comes to wait, with the reason; until the end."""
+        self._requests.wanted.clear()
+        self._operations.fail(self.degraded_reason)
+        self._requests.ungoverned = False
+        while not self._stopping:
+            while self._mail:
+                message = self._mail.popleft()
+                if isinstance(message, _Checkpoint):
+                    self._inbox.put_internal(CheckpointDone(message.op_id, error=self.degraded_reason))
+                elif isinstance(message, _Final):
+                    self.final_done.set()
+            self._wake.wait(_WAKE_S)
+            self._wake.clear()
 
     def _take(self, message: CacheEvent | _Checkpoint | _Returned | _Final | Result) -> None:
         if isinstance(message, BlockStored):

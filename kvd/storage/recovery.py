@@ -20,12 +20,12 @@ from kvd.storage.node_index import NodeIndex
 from kvd.storage.schema import BadRowError, NodeRow
 from kvd.storage.store import Store
 from kvd.types import BlockHash, KvGroup
+from kvd.wal.quarantine import QUARANTINE_NAME, make_folder
 from kvd.wal.record import Record, WalFormatError
 from kvd.wal.repair import RepairReport, repair_log
 from kvd.wal.writer import LogPosition
 
 WAL_NAME = "wal"
-QUARANTINE_NAME = "quarantine"
 
 
 @dataclass(slots=True)
@@ -54,9 +54,8 @@ def recover(state_dir: Path, budget: Budget, groups: Sequence[KvGroup], *, set_s
     generations = Generations(state_dir, map_bytes=budget.map_bytes, max_aside_bytes=budget.aside_max_bytes)
     damage: list[str] = []
     if set_store_aside:
-        generations.set_aside()
         damage.append("the last starts died early: the store was set aside unread")
-    store, store_error = _open(generations, now_unix_s)
+    store, store_error = _open(generations, now_unix_s, set_aside=set_store_aside)
     index, num_bad_rows = NodeIndex(budget.block_bytes), 0
     if store is not None:
         try:
@@ -64,8 +63,7 @@ def recover(state_dir: Path, budget: Budget, groups: Sequence[KvGroup], *, set_s
         except StoreDamagedError as error:
             damage.append(str(error))
             store.close()
-            generations.set_aside()
-            store, store_error = _open(generations, now_unix_s)
+            store, store_error = _open(generations, now_unix_s, set_aside=True)
             index = NodeIndex(budget.block_bytes)
     applied_lsn = store.meta.applied_lsn if store is not None else 0
 
@@ -139,8 +137,10 @@ def recipe_chain(recipe: Recipe, fingerprint: bytes, block_bytes: int) -> list[B
     return chain
 
 
-def _open(generations: Generations, now_unix_s: int) -> tuple[Store | None, str]:
+def _open(generations: Generations, now_unix_s: int, *, set_aside: bool) -> tuple[Store | None, str]:
     try:
+        if set_aside:
+            generations.set_aside()
         return generations.open(now_unix_s), ""
     except (StoreFullError, StoreDamagedError, OSError) as error:
         return None, str(error)
@@ -148,7 +148,8 @@ def _open(generations: Generations, now_unix_s: int) -> tuple[Store | None, str]
 
 def _replay(state_dir: Path, store_uuid: bytes, apply: Callable[[int, Record], None], budget: Budget, damage: list[str]) -> RepairReport:
     directory = state_dir / WAL_NAME
-    directory.mkdir(mode=0o700, exist_ok=True)
+    if note := make_folder(directory, state_dir / QUARANTINE_NAME, budget.quarantine_max_bytes):
+        damage.append(note)
     try:
         log = repair_log(
             directory,
@@ -162,7 +163,6 @@ def _replay(state_dir: Path, store_uuid: bytes, apply: Callable[[int, Record], N
     except OSError as error:
         damage.append(f"the write-ahead log can't be read: {error}; it was dropped")
         shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
         return RepairReport()
     damage += log.damage
     return log

@@ -2,7 +2,7 @@
 
 A store that kills its reader (a bad sector under the map is SIGBUS, not an exception) must not kill it for ever: after two such starts the store
 generation is set aside unread, after three the pins are not computed again either. A start that is refused, or fails by an exception, has
-not died: it takes its count back.
+not died: it takes its count back. Where the marker can't be written (a full disk, a read-only one), the start goes on uncounted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from kvd.observe.failpoints import declare
-from kvd.wal.durable import remove_file, replace_file
+from kvd.wal.durable import read_regular, remove_any, remove_file, replace_file
 
 declare("store.marker.before_sync", "store.marker.before_rename", "store.marker.after_rename")
 
@@ -24,14 +24,26 @@ _POINTS = ("store.marker.before_sync", "store.marker.before_rename", "store.mark
 
 
 class StartGuard:
-    """``failed_starts`` is the count found; this start is counted from construction to ``clear`` or ``take_back``. Thread-safe."""
+    """``failed_starts`` is the count found; this start is counted from construction to ``clear`` or ``take_back``. Thread-safe.
+
+    ``fault`` says why it is not counted; empty if it is.
+
+    Raises:
+        PermissionError: the directory is not ours to write.
+    """
 
     def __init__(self, state_dir: Path) -> None:
         self._path = state_dir / MARKER_NAME
         self._lock = threading.Lock()
         self._is_counted = True
         self.failed_starts = read_failed_starts(state_dir)
-        self._write(self.failed_starts + 1)
+        self.fault = ""
+        try:
+            self._write(self.failed_starts + 1)
+        except PermissionError:
+            raise
+        except OSError as error:
+            self.fault = f"the state directory can't be written: {error}"
 
     @property
     def set_store_aside(self) -> bool:
@@ -46,6 +58,7 @@ class StartGuard:
         with self._lock:
             self._is_counted = False
             remove_file(self._path)
+            self.fault = ""
 
     def take_back(self) -> None:
         """The process ends in order, though not well: what was known of the starts before it holds on."""
@@ -59,13 +72,15 @@ class StartGuard:
                 remove_file(self._path)
 
     def _write(self, count: int) -> None:
+        if self._path.is_dir():
+            remove_any(self._path)  # a rename would not take its place
         replace_file(self._path, f"{count} {os.getpid()}\n".encode(), points=_POINTS)
 
 
 def read_failed_starts(state_dir: Path) -> int:
     """The count in the marker; 0 without one; an unreadable marker counts as one failed start."""
     try:
-        return max(0, int((state_dir / MARKER_NAME).read_bytes().split()[0]))
+        return max(0, int(read_regular(state_dir / MARKER_NAME).split()[0]))
     except FileNotFoundError:
         return 0
     except (OSError, ValueError, IndexError):

@@ -22,6 +22,7 @@ from kvd.storage import schema
 from kvd.storage.errors import StoreDamagedError, StoreFullError, StoreMapFullError, UnknownFormatError
 from kvd.storage.schema import BadRowError, NodeRow, StoreMeta
 from kvd.types import BlockHash
+from kvd.wal.durable import open_regular
 
 declare("store.before_put", "store.before_commit", "store.after_commit")
 
@@ -44,7 +45,7 @@ def check_data_file(path: Path) -> None:
         StoreDamagedError: it is missing, cut short or no LMDB 0.9 file.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             first = file.read(_META_PAGE.size)
             metas = [_meta_page(path, first)]

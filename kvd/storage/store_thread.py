@@ -4,7 +4,8 @@ One transaction is open at a time. It is committed when it holds ``commit_bytes`
 somebody waits for durability, whenever nothing more is staged.
 
 A full disk leaves the generation as of its last commit: the thread drops what comes and tries again with growing pauses. Anything else (an I/O error, a
-panic, damage) ends the generation: it is closed, set aside, and with growing pauses a fresh one is tried.
+panic, damage, an error that nobody foresaw) ends the generation: it is closed, set aside, and with growing pauses a fresh one is tried. The thread itself never
+ends before it is told to, for somebody may wait for its answer.
 """
 
 from __future__ import annotations
@@ -189,13 +190,14 @@ class StoreThread:
                     self._staging.give_back(staged.pop(0).buffer)
                 if self._txn is not None and (eager or stopping or any(change.commit for change in changes)):
                     self._commit()
-            except StorageError as error:
+            except Exception as error:
                 self._degrade(error)
                 self._discard(staged)
             if stopping:
                 break
         if self._store is not None:
-            self._store.close()
+            with contextlib.suppress(Exception):
+                self._store.close()
 
     def _has_work(self) -> bool:
         return bool(self._changes or self._staged or self._stopping or (self._eager and self._txn is not None))
@@ -261,7 +263,7 @@ class StoreThread:
             self._staging.give_back(batch.buffer)
             self._on_result(Discarded(list(batch.block_hashes)))
 
-    def _degrade(self, error: StorageError) -> None:
+    def _degrade(self, error: Exception) -> None:
         if self._txn is not None:
             with contextlib.suppress(Exception):  # a panicked environment refuses even this; it is closed below
                 self._txn.abort()
@@ -270,15 +272,15 @@ class StoreThread:
         self._is_degraded = True
         lost = not isinstance(error, StoreFullError)
         if lost and self._store is not None:
-            self._store.close()
-            self._store = None
-            with contextlib.suppress(OSError, StorageError):
+            store, self._store = self._store, None
+            with contextlib.suppress(Exception):  # what can't be closed or moved is left alone: the next generation has a number of its own
+                store.close()
                 self._generations.set_aside()
         if self._store is not None:
             self._applied_lsn = self._store.meta.applied_lsn
         else:
             self._applied_lsn = 0
-        self._on_result(Degraded(str(error), lost, hashes))
+        self._on_result(Degraded(str(error) if isinstance(error, StorageError) else repr(error), lost, hashes))
 
     def _probe(self) -> None:
         """Try whether the disk takes writes again; the next try comes after twice the time."""
@@ -292,7 +294,7 @@ class StoreThread:
         except StoreMapFullError as error:
             # Not even one row fits: nothing can be removed either, and only a fresh generation helps.
             self._degrade(StoreDamagedError(str(error)))
-        except (StorageError, OSError):
+        except Exception:
             if self._txn is not None:
                 with contextlib.suppress(Exception):
                     self._txn.abort()

@@ -21,11 +21,12 @@ from kvd.storage.schema import BadRowError
 from kvd.storage.start_guard import read_failed_starts
 from kvd.storage.store import DATA_NAME, Store
 from kvd.types import unpack_tokens
-from kvd.wal.quarantine import QUARANTINE_NAME
+from kvd.wal.quarantine import QUARANTINE_NAME, discard
 from kvd.wal.reader import SegmentEnd, read_segments
 from kvd.wal.record import Forget, Insert, Pin, Record, WalFormatError
 from kvd.wal.repair import repair_log
 
+_QUARANTINE_MAX_BYTES = 1 << 28
 _PAGE_HEADER_BYTES = schema.PAGE_HEADER_BYTES
 
 
@@ -327,17 +328,14 @@ def _repair(state_dir: Path) -> list[str]:
     """What a start would set aside, and the removal of rows and blocks that fail their checks; what was done, as sentences."""
     done = _repair_recipes(state_dir)
     done += _repair_current(state_dir)
-    current = read_current(state_dir)
-    if current is not None:
-        log = repair_log(
-            state_dir / WAL_NAME,
-            current.store_uuid,
-            lambda _lsn, _record: None,
-            quarantine=state_dir / QUARANTINE_NAME,
-            quarantine_max_bytes=1 << 28,
-        )
-        done += log.damage
-    return done
+    log = repair_log(
+        state_dir / WAL_NAME,
+        _store_uuid(state_dir),
+        lambda _lsn, _record: None,
+        quarantine=state_dir / QUARANTINE_NAME,
+        quarantine_max_bytes=_QUARANTINE_MAX_BYTES,
+    )
+    return done + log.damage
 
 
 def _repair_recipes(state_dir: Path) -> list[str]:
@@ -345,7 +343,10 @@ def _repair_recipes(state_dir: Path) -> list[str]:
         found = read_recipes(state_dir)
     except RecipesUnreadableError:
         return []  # the report names it: people decide
-    restore_copies(state_dir, found)
+    try:
+        restore_copies(state_dir, found)
+    except OSError as error:
+        return [f"the recipes (pins) can't be written: {error}"]
     return [f"{damaged}; set aside, the pins of generation {found.generation} stand in two files" for damaged in found.damaged]
 
 
@@ -355,8 +356,8 @@ def _repair_current(state_dir: Path) -> list[str]:
     try:
         current = read_current(state_dir)
     except StoreDamagedError as error:
-        (state_dir / STORE_NAME / CURRENT_NAME).unlink()
-        return [f"{error}; removed, the next start begins an empty store"]
+        failure = discard(state_dir / STORE_NAME / CURRENT_NAME, state_dir / QUARANTINE_NAME, _QUARANTINE_MAX_BYTES)
+        return [failure or f"{error}; set aside, the next start begins an empty store"]
     if current is None:
         return []
     directory = state_dir / STORE_NAME / str(current.generation)

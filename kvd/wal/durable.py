@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import stat
+from io import BufferedReader
 from pathlib import Path
 
 from kvd.observe.failpoints import failpoint
@@ -33,16 +34,26 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> Non
         offset += written
 
 
+def open_regular(path: Path) -> BufferedReader:
+    """A regular file for reading. Never waits: a fifo that took a file's place would hold up an ordinary open for ever.
+
+    Raises:
+        OSError: it can't be opened, or is no regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(fd, "rb")  # noqa: PTH123 (a descriptor)
+
+
 def read_regular(path: Path) -> bytes:
-    """The bytes of a regular file. Never waits: a fifo that took a file's place would hold up an ordinary open for ever.
+    """The bytes of a regular file, as ``open_regular``.
 
     Raises:
         OSError: it can't be read, or is no regular file.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:  # noqa: PTH123 (a descriptor)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with open_regular(path) as file:
         return file.read()
 
 
@@ -82,5 +93,5 @@ def replace_file(path: Path, data: bytes, *, points: tuple[str, str, str]) -> No
 
 def remove_file(path: Path) -> None:
     """Unlink ``path``, if it is there, durably."""
-    path.unlink(missing_ok=True)
+    remove_any(path)
     sync_directory(path.parent)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
-from kvd.wal.durable import sync_directory
+from kvd.wal.durable import remove_any, sync_directory
 
 QUARANTINE_NAME = "quarantine"
 
@@ -20,6 +21,30 @@ def set_aside(path: Path, quarantine: Path, max_bytes: int) -> None:
     path.rename(_free_name(quarantine, path.name))
     sync_directory(path.parent)
     _bound(quarantine, max_bytes)
+
+
+def discard(path: Path, quarantine: Path, max_bytes: int) -> str:
+    """``set_aside``, or where that is not possible (a full disk) remove; empty, or why neither was."""
+    try:
+        set_aside(path, quarantine, max_bytes)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            remove_any(path)
+        return str(error) if os.path.lexists(path) else ""
+    return ""
+
+
+def make_folder(path: Path, quarantine: Path, max_bytes: int) -> str:
+    """Make the folder ``path``, and set aside what else stands there; empty, or a sentence on what was wrong."""
+    note = ""
+    if os.path.lexists(path) and not path.is_dir():
+        note = f"{path} is no folder; set aside"
+        discard(path, quarantine, max_bytes)
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        note = f"{path} can't be made: {error}"
+    return note
 
 
 def keep_piece(name: str, data: bytes, quarantine: Path, max_bytes: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvd.observe.failpoints import declare, failpoint
 from kvd.wal.durable import remove_any
-from kvd.wal.quarantine import keep_piece, set_aside
+from kvd.wal.quarantine import discard, keep_piece
 from kvd.wal.reader import Segment, SegmentEnd, read_segments
 from kvd.wal.record import Record
 
@@ -38,9 +38,11 @@ class RepairReport:
 
 
 def repair_log(
-    directory: Path, store_uuid: bytes, apply: Callable[[int, Record], None], *, quarantine: Path, quarantine_max_bytes: int
+    directory: Path, store_uuid: bytes | None, apply: Callable[[int, Record], None], *, quarantine: Path, quarantine_max_bytes: int
 ) -> RepairReport:
     """Hand every usable record to ``apply`` in order, once, and leave only usable segments in ``directory``.
+
+    ``store_uuid`` None: of whichever store the first segment is.
 
     Raises:
         WalFormatError: a segment of an unknown format; nothing was changed on its account.
@@ -85,12 +87,8 @@ def _replay(segment: Segment, report: RepairReport, apply: Callable[[int, Record
 
 def _set_aside(path: Path, quarantine: Path, max_bytes: int, report: RepairReport) -> None:
     failpoint("wal.repair.before_quarantine")
-    try:
-        set_aside(path, quarantine, max_bytes)
-    except OSError as error:
-        report.damage.append(f"{path.name}: it can't be moved to quarantine, so it is removed: {error}")
-        with contextlib.suppress(OSError):
-            remove_any(path)
+    if error := discard(path, quarantine, max_bytes):
+        report.damage.append(f"{path.name}: it stays where it is: {error}")
 
 
 def _cut(segment: Segment, quarantine: Path, max_bytes: int, report: RepairReport) -> None:
@@ -104,14 +102,14 @@ def _cut(segment: Segment, quarantine: Path, max_bytes: int, report: RepairRepor
         keep_piece(f"{segment.path.name}@{segment.valid_bytes}", rest, quarantine, max_bytes)
     except OSError as error:
         report.damage.append(f"{segment.path.name}: what is cut off can't be kept: {error}")
-    failpoint("wal.repair.before_cut")
     try:
+        failpoint("wal.repair.before_cut")
         fd = os.open(segment.path, os.O_WRONLY)
         try:
             os.ftruncate(fd, segment.valid_bytes)
             os.fsync(fd)
         finally:
             os.close(fd)
+        failpoint("wal.repair.after_cut")
     except OSError as error:
         report.damage.append(f"{segment.path.name}: its tail can't be cut: {error}")
-    failpoint("wal.repair.after_cut")
