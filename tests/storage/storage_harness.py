@@ -1,12 +1,14 @@
 """A small world around storage: the real cache and executor thread over a pool whose bytes are a function of the block's identity.
 
 Run as a script, ``victim DIR`` is what the kill tests kill: it works on a state directory in a fixed way and prints what it was promised.
-``golden DIR`` makes the golden files of the present format.
+``golden DIR`` makes the golden files of the present format. ``full DIR`` and ``readonly DIR`` live on a disk that takes nothing more.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +20,7 @@ from kvd.commands import CheckpointDone, Recipe, RecipeDurable
 from kvd.config import StorageConfig
 from kvd.executor.worker import ExecutorThread
 from kvd.storage.persistence import RehydrationReport, Storage
+from kvd.storage.tools import check_store
 from kvd.types import KvGroup, pack_tokens
 
 FINGERPRINT = b"f" * 32
@@ -270,5 +273,82 @@ def golden(state_dir: Path) -> None:
     crash(world)
 
 
+def full(state_dir: Path) -> None:
+    """Lives on a disk of ``state_dir``'s folder that is filled up meanwhile: what is printed worked."""
+    _fill(state_dir.parent)
+    world = World(state_dir)
+    world.until(lambda: world.storage.status()["degraded"])
+    assert world.pin("system", prompt(9, 48)) == "failed"
+    crash(world)
+    print("a first start served", flush=True)
+    _empty(state_dir.parent)
+    crash(_first_life(state_dir))
+    _fill(state_dir.parent)
+    _life_without_disk(state_dir, "No space left")
+    print("served on a full disk", flush=True)
+    _empty(state_dir.parent)
+    _life_after(state_dir)
+
+
+def readonly(state_dir: Path) -> None:
+    """As ``full``, on a disk that has become read-only."""
+    crash(_first_life(state_dir))
+    subprocess.run(["mount", "-o", "remount,ro", str(state_dir.parent)], check=True)
+    _life_without_disk(state_dir, "Read-only file system")
+    print("served on a read-only disk", flush=True)
+    subprocess.run(["mount", "-o", "remount,rw", str(state_dir.parent)], check=True)
+    _life_after(state_dir)
+
+
+def _first_life(state_dir: Path) -> World:
+    world = World(state_dir, store_max_bytes=8 << 20)
+    assert world.pin("system", prompt(9, 48)) == "recipe+bytes"
+    for _ in range(2):
+        world.ask(prompt(0, 81))
+    assert not world.checkpoint().error
+    return world
+
+
+def _life_without_disk(state_dir: Path, reason: str) -> None:
+    for _ in range(2):
+        world = World(state_dir, store_max_bytes=8 << 20)
+        status = world.storage.status()
+        assert status["degraded"], status
+        assert reason in status["reason"], status
+        assert list(world.storage.recipe_book.recipes()) == ["system"]
+        world.ask(prompt(0, 81))
+        world.ask(prompt(1, 81))
+        assert world.ask(prompt(1, 81)) == 80
+        assert world.pin("other", prompt(2, 64)) == "failed"
+        assert list(world.storage.recipe_book.recipes()) == ["system"]
+        check_store(state_dir)
+        crash(world)
+
+
+def _life_after(state_dir: Path) -> None:
+    world = World(state_dir, store_max_bytes=8 << 20)
+    assert list(world.storage.recipe_book.recipes()) == ["system"]
+    assert world.pin("other", prompt(2, 64)) == "recipe+bytes"
+    assert not world.storage.status()["degraded"]
+    assert world.stop()
+    report = check_store(state_dir)
+    assert report["ok"], report
+    print("healed", flush=True)
+
+
+def _fill(folder: Path) -> None:
+    with (folder / "fill").open("wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC, error  # noqa: PT017
+
+
+def _empty(folder: Path) -> None:
+    (folder / "fill").unlink()
+
+
 if __name__ == "__main__":
-    {"victim": victim, "golden": golden}[sys.argv[1]](Path(sys.argv[2]))
+    {"victim": victim, "golden": golden, "full": full, "readonly": readonly}[sys.argv[1]](Path(sys.argv[2]))
