@@ -144,14 +144,18 @@ class WalWriter:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything taken so far is durable; whether it is."""
+        return self._flush(timeout_s, lambda: False)
+
+    def _flush(self, timeout_s: float, is_vain: Callable[[], bool]) -> bool:
         with self._wake:
             target = self._next_lsn - 1
             self._flushing += 1
             self._wake.notify_all()
             try:
-                return self._wake.wait_for(lambda: self._durable_lsn >= target, timeout_s)
+                self._wake.wait_for(lambda: self._durable_lsn >= target or is_vain(), timeout_s)
             finally:
                 self._flushing -= 1
+            return self._durable_lsn >= target
 
     def retire(self, applied_lsn: int) -> None:
         """Everything up to ``applied_lsn`` is durable elsewhere: unlink the segments that hold nothing newer."""
@@ -160,13 +164,13 @@ class WalWriter:
             self._wake.notify_all()
 
     def close(self, timeout_s: float) -> bool:
-        """Write what waits and end the thread; False if some of it is not durable."""
-        durable = self.flush(timeout_s)
+        """Write what waits and end the thread; False if some of it is not durable. During a fault one more try is all."""
+        self._flush(timeout_s, lambda: bool(self._fault))
         with self._wake:
             self._closing = True
             self._wake.notify_all()
         self._thread.join(timeout_s)
-        return durable
+        return self._durable_lsn >= self._next_lsn - 1
 
     def stats(self) -> dict[str, Any]:
         return {
