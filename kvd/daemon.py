@@ -170,6 +170,7 @@ class Daemon:
             frontend = self._start_frontend()
             self._allow_interrupts()
             engine = self._open_engine(storage, spec)
+            self._allow_interrupts()  # one that a library's import has swallowed; weights may take long
             end = self._serve(storage, engine)
             if end is LoopEnd.DRAINED and not self._failure:
                 self._manager.on_last_checkpoint(self._config.engine.drain_timeout_s)
