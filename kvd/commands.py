@@ -42,6 +42,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     token_ids: bytes
     sampling: SamplingParams
     max_tokens: int
+    may_shorten: bool = False
+    """The client named no ``max_tokens``: fewer will do where the pool has no room for so many."""
     num_choices: int = 1
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()

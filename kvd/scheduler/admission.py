@@ -25,7 +25,8 @@ def refuse(command: Submit, namespace: Namespace, config: SchedulerConfig, cache
     if num_prompt >= max_model_len:
         message = f"the prompt has {num_prompt} tokens; with one output token {max_model_len} fit (max_model_len)"
         return RequestFailed(command.request_id, ErrorCode.PROMPT_TOO_LONG, message)
-    num_needed = blocks_needed(num_prompt, clamp_max_tokens(command, max_model_len), command.num_choices, cache.block_size_tokens)
+    max_tokens = clamp_max_tokens(command, namespace, cache, max_model_len)
+    num_needed = blocks_needed(num_prompt, max_tokens, command.num_choices, cache.block_size_tokens)
     num_usable = usable_blocks(command, namespace, cache, num_needed)
     if num_needed > num_usable:
         message = (
@@ -36,9 +37,19 @@ def refuse(command: Submit, namespace: Namespace, config: SchedulerConfig, cache
     return None
 
 
-def clamp_max_tokens(command: Submit, max_model_len: int) -> int:
-    """Output tokens that fit behind the prompt."""
-    return min(command.max_tokens, max_model_len - len(command.token_ids) // TOKEN_BYTES)
+def clamp_max_tokens(command: Submit, namespace: Namespace, cache: CacheManager, max_model_len: int) -> int:
+    """Output tokens that fit behind the prompt; where the client named no number, also into the blocks that pins leave (at least one)."""
+    num_prompt, size = len(command.token_ids) // TOKEN_BYTES, cache.block_size_tokens
+    max_tokens = min(command.max_tokens, max_model_len - num_prompt)
+    if not command.may_shorten:
+        return max_tokens
+    num_needed = blocks_needed(num_prompt, max_tokens, command.num_choices, size)
+    num_usable = usable_blocks(command, namespace, cache, min(num_needed, cache.num_blocks))
+    if num_needed <= num_usable:
+        return max_tokens
+    num_shared = num_prompt // size
+    num_own = max(0, num_usable - num_shared) // command.num_choices
+    return max(1, min(max_tokens, (num_shared + num_own) * size - num_prompt + 1))
 
 
 def blocks_needed(num_prompt: int, max_tokens: int, num_choices: int, block_size_tokens: int) -> int:

@@ -119,7 +119,7 @@ class Scheduler:
             command,
             namespace,
             arrival=self._arrival,
-            max_tokens=clamp_max_tokens(command, self._max_model_len),
+            max_tokens=clamp_max_tokens(command, namespace, self._cache, self._max_model_len),
             submitted_s=self._clock.monotonic(),
             is_internal=internal,
             is_background=background,

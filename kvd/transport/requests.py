@@ -277,6 +277,7 @@ class Requests:
                 token_ids=token_ids,
                 sampling=sampling_params(message.sampling, request.seed),
                 max_tokens=max_tokens,
+                may_shorten=message.max_tokens is None,
                 num_choices=message.n,
                 min_tokens=message.min_tokens,
                 stop_token_ids=tuple(sorted(stop_ids)),

@@ -130,6 +130,25 @@ def test_max_tokens_is_cut_to_what_fits_the_model():
     assert sim.heard(request_id) == [4]
 
 
+@pytest.mark.parametrize(("num_prompt", "num_choices", "most"), [(33, 1, 8), (17, 3, 8), (36, 1, 5), (25, 1, 16)])
+def test_a_length_that_nobody_asked_for_is_cut_to_what_the_pool_has(num_prompt, num_choices, most):
+    sim = make(num_blocks=10)
+    request_id = sim.submit(prompt(num_prompt), max_tokens=64, num_choices=num_choices, may_shorten=True)
+    sim.finish_all()
+    assert sim.code(request_id) == "done"
+    assert sim.heard(request_id) == [most] * num_choices
+
+
+def test_a_length_that_nobody_asked_for_is_cut_to_what_pins_leave():
+    sim = make(num_blocks=10, max_pinned_fraction=0.5)
+    sim.submit(prompt(17, 1), max_tokens=1)
+    sim.finish_all()
+    sim.cache.pin("p", pack_tokens(prompt(16, 1)), namespace_of(b"", b""))
+    other = sim.submit(prompt(10, 2), max_tokens=64, may_shorten=True)
+    sim.finish_all()
+    assert sim.heard(other) == [15]
+
+
 def test_a_full_queue_answers_overloaded_with_a_time():
     sim = make(max_waiting=2, max_running=1)
     for salt in range(3):
