@@ -54,9 +54,10 @@ test-full: test-pure model
 bench: model
 	$(BIN)/python tests/bench/bench_daemon.py --out docs/benchmarks.md
 
+# sdists too: wheels are built from them, so that nothing left in build/ gets in.
 wheels: setup
-	$(BIN)/python -m build -q --wheel --outdir dist clients/python
-	$(BIN)/python -m build -q --wheel --outdir dist .
+	$(BIN)/python -m build -q --no-isolation --outdir dist clients/python
+	$(BIN)/python -m build -q --no-isolation --outdir dist .
 
 install:
 	sh systemd/install.sh
