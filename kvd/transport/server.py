@@ -299,7 +299,8 @@ class TransportServer:
         now = time.monotonic()
         if not self._flush_deadline_s:
             self._take_engine_and_text(now)  # ``stop`` may have come before the engine's last words were taken
-            self._flush_deadline_s = now + self._session.flush_s
+            # Without the engine's last words nobody is owed any, and the next daemon wants the endpoints.
+            self._flush_deadline_s = now + (self._session.flush_s if self._session.is_stopped else 0.0)
         if now >= self._flush_deadline_s - _TERMINAL_S:
             self._sender.drop_stream_messages()
         return not self._sender.has_backlog or now >= self._flush_deadline_s

@@ -203,3 +203,12 @@ def test_clients_are_answered_during_the_flush(start_server, connect):
     assert (failed.code, failed.retryable) == ("draining", True)
     running.server._flush_deadline_s = time.monotonic()
     assert running.server.join(60)
+
+
+def test_without_the_engines_last_words_nothing_is_waited_for(start_server, connect):
+    running, _, _ = serve(start_server, connect)
+    running.is_ended = True
+    running.engine._ending.set()
+    running.engine._thread.join()
+    assert running.server.stop(60)
+    assert running.server._sender.has_backlog, "left behind"
