@@ -35,6 +35,20 @@ class Budget:
     aside_max_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerLimits:
+    """The bounds and intervals that the planner keeps."""
+
+    checkpoint_interval_s: float
+    wal_soft_bytes: int
+    """Log size above which a checkpoint comes at once."""
+    max_block_bytes: int
+    max_nodes: int
+    max_wanted: int
+    block_bytes: int
+    """What one block takes on disk, over all groups."""
+
+
 def plan_budget(config: StorageConfig, groups: Sequence[KvGroup]) -> Budget:
     total = config.store_max_bytes
     wal_max_bytes = min(config.wal_max_bytes, total // 8)

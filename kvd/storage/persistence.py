@@ -19,11 +19,11 @@ import structlog
 from kvd.cache.events import CacheEvent
 from kvd.commands import CheckpointDone, Submit
 from kvd.config import StorageConfig
-from kvd.storage.budget import Budget, plan_budget
+from kvd.storage.budget import Budget, PlannerLimits, plan_budget
 from kvd.storage.copy_out import IDLE_S, POLL_S, CopyOut, CopyRequests, Governor
 from kvd.storage.lock import StateLock
 from kvd.storage.node_index import IndexNode
-from kvd.storage.planner import Planner, PlannerLimits
+from kvd.storage.planner import Planner
 from kvd.storage.ports import BlockIO, Clock, Leases, Log, RehydrationCache, StorageInbox
 from kvd.storage.recipes import RecipeStore
 from kvd.storage.recovery import WAL_NAME, Recovered, adopt_recipes, recover

@@ -15,6 +15,7 @@ from typing import Any
 from kvd.cache.events import BlockOrigin, BlockRemoved, BlocksPinned, BlockStored, BlocksUnpinned, BlocksUsed, CacheEvent
 from kvd.commands import CheckpointDone
 from kvd.storage import schema
+from kvd.storage.budget import PlannerLimits
 from kvd.storage.copy_out import CopyRequests, Wanted
 from kvd.storage.hot_blocks import HotBlocks
 from kvd.storage.node_index import IndexNode, NodeIndex
@@ -47,18 +48,6 @@ class _Returned:
 @dataclass(frozen=True, slots=True)
 class _Final:
     """The last checkpoint: everything ready in memory, and then the clean mark."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerLimits:
-    checkpoint_interval_s: float
-    wal_soft_bytes: int
-    """Log size above which a checkpoint comes at once."""
-    max_block_bytes: int
-    max_nodes: int
-    max_wanted: int
-    block_bytes: int
-    """What one block takes on disk, over all groups."""
 
 
 class Planner:
