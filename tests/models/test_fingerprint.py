@@ -157,6 +157,15 @@ def test_a_damaged_cache_is_ignored_and_replaced(model: Path, tmp_path: Path, da
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("fingerprints")] == ["fingerprints.json"]
 
 
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to(path.with_name("nowhere"))], ids=["fifo", "folder", "link"]
+)
+def test_what_is_no_file_is_no_cache(model: Path, tmp_path: Path, make) -> None:
+    cache = tmp_path / "fingerprints"
+    make(cache)
+    assert fingerprint(model, SPEC, **SETTINGS, cache_file=cache, now_ns=later) == fingerprint(model, SPEC, **SETTINGS)
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(model: Path, tmp_path: Path) -> None:
     missing = tmp_path / "nowhere" / "fingerprints.json"
     assert fingerprint(model, SPEC, **SETTINGS, cache_file=missing, now_ns=later) == fingerprint(model, SPEC, **SETTINGS)

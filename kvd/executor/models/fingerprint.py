@@ -152,8 +152,10 @@ def _is_settled(path: Path, now_ns: int) -> bool:
 
 
 def _read_cache(path: Path) -> dict[str, str]:
-    """The remembered digests; empty where the file is missing or damaged."""
+    """The remembered digests; empty where the file is missing or damaged, or no file at all."""
     try:
+        if not path.is_file():  # reading a fifo would wait for ever
+            return {}
         content = json.loads(path.read_bytes())
         if content["version"] != _CACHE_VERSION:
             return {}
