@@ -177,7 +177,7 @@ def open_model(
         dtype=str(dtype).removeprefix("torch."),
         block_size_tokens=cache.block_size_tokens,
         layout=pool.layout,
-        kernel_family="torch",
+        kernel_family=f"torch-{device.type}",
         cache_file=digest_cache,
     )
     return OpenedModel(
