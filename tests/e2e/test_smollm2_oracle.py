@@ -152,12 +152,15 @@ def test_every_answer_is_the_reference_also_after_a_kill(smollm2: Path, tmp_path
         daemon.wait_ready()
         with daemon.client(timeout_s=1800) as client:
             computed = ask_together(client, PROMPTS, 64, at_once=16)
+            ask_together(client, PROMPTS, 1, at_once=16)  # used twice: worth keeping
             client.checkpoint()
             daemon.kill()
     with serve(tmp_path, smollm2, *arguments) as daemon:
         daemon.wait_ready()
         with daemon.client(timeout_s=1800) as client:
             again = ask_together(client, PROMPTS, 64, at_once=16)
+    assert {name: answer.usage.cached_tokens for name, answer in again.items()} == {name: full_blocks(name) for name in PROMPTS}
+    assert sum(answer.usage.restored_tokens for answer in again.values()) > 0.8 * sum(map(full_blocks, PROMPTS))
     assert_grade_2(computed, tolerated=len(PROMPTS) // 100)
     assert_grade_2(again, tolerated=len(PROMPTS) // 100)
 
