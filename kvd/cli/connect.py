@@ -60,6 +60,8 @@ class Target:
                 server_key=self.server_key,
                 client_key_file=self.client_key_file,
             )
+        except FileNotFoundError as error:
+            raise CommandError(f"{error.filename} does not exist", Exit.NO_INPUT) from error
         except (ValueError, OSError) as error:
             raise click.UsageError(str(error)) from error
         try:

@@ -40,6 +40,7 @@ from kvd.commands import (
     RequestFailed,
     Snapshot,
     Submit,
+    TokensOut,
     Unpin,
 )
 from kvd.engine.pins import Pins
@@ -248,7 +249,7 @@ class EngineLoop:
 
     def _flush(self) -> None:
         if self._unsent:
-            if not self._has_served and any(isinstance(event, RequestDone) for event in self._unsent):
+            if not self._has_served and any(isinstance(event, TokensOut) for event in self._unsent):
                 self._note_served()
             self._outbox.put(self._unsent)
             self._unsent = []

@@ -153,7 +153,7 @@ class Pins:
         name = self._unpinning.pop(command.op_id, None)
         if name is not None:
             if command.error:
-                return [OpFailed(command.op_id, ErrorCode.STORAGE_ERROR, f"the pin is released in memory but not on disk: {command.error}")]
+                return self._keep(command.op_id, name, command.error)
             return [OpDone(command.op_id, {"name": name})]
         pending = self._recording.pop(command.op_id, None)
         if pending is None:
@@ -281,6 +281,12 @@ class Pins:
             adapter=recipe.adapter,
         )
         return self._scheduler.submit(command, internal=True, background=background, origin=origin)
+
+    def _keep(self, op_id: bytes, name: str, error: str) -> list[Event]:
+        """An unpin that the disk refused did not happen: what is on disk is held."""
+        failed = OpFailed(op_id, ErrorCode.STORAGE_ERROR, f"the pin could not be removed from disk and stays: {error}")
+        kept = self._recipes.recipes().get(name)
+        return [failed, *(self.restore({name: kept}) if kept is not None and name not in self._cache.pins() else [])]
 
     def _take_back(self, pending: _Pending, message: str) -> list[Event]:
         """The pin can't be made durable: release it, and hold again what it replaced."""

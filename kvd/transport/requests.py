@@ -132,8 +132,10 @@ class Requests:
             request = self._requests[request_id]
             if request.is_running:
                 self._edge.put(Abort(request_id))
+                self._edge.counters.requests_aborted += 1
                 self._mute(request, may_retry=True)
             else:
+                self._edge.counters.requests_aborted += 1
                 self._drop(request_id, may_retry=True)
 
     def abort_client(self, client: Client, now: float) -> None:

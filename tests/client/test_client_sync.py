@@ -381,6 +381,8 @@ def test_wrong_endpoints_and_keys_are_refused_at_once(tmp_path: Path) -> None:
     public, _ = zmq.auth.create_certificates(tmp_path, "c")
     with pytest.raises(ValueError, match="no secret key"):
         Client("tcp://127.0.0.1:1", server_key="x" * 40, client_key_file=public)
+    with pytest.raises(FileNotFoundError):
+        Client("tcp://127.0.0.1:1", server_key="x" * 40, client_key_file=tmp_path / "nowhere")
 
 
 def test_curve_with_the_right_key(tmp_path: Path) -> None:

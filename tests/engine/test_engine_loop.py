@@ -451,6 +451,7 @@ def test_steps_are_logged_when_asked_for():
         yield from world.ready()
         yield from world.over(world.submit(PROMPT, max_tokens=3))
 
+    structlog.reset_defaults()  # another test of this process may have configured logging
     with structlog.testing.capture_logs() as lines:
         ends(life, log_steps=True)
     steps = [line for line in lines if line["event"] == "step"]

@@ -278,6 +278,7 @@ def test_an_unpin_that_can_not_be_written_is_no_success():
         yield from settled(world, op_id, recipe_error="no space left")
         assert world.client.answers[op_id].code == "storage_error"
         assert "system" in world.book.recipes()
+        assert "system" in world.cache.pins(), "what is on disk is held"
 
     ends(life)
 

@@ -585,6 +585,7 @@ def test_a_gone_clients_requests_are_aborted_silently_and_may_come_again():
     harness.engine_takes()
     harness.session.on_gone(b"peer")
     assert harness.commands == [AbortCommand(request_id(1))]
+    assert harness.session.counters.requests_aborted == 1
     harness.generate()
     failed = only_failed(harness.take_messages())
     assert (failed.code, failed.retryable) == ("overloaded", True), "the first run is still in the engine"

@@ -7,6 +7,7 @@ descriptor is edge-triggered, which event loops expect of no descriptor.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket as sockets
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 import zmq.auth
@@ -72,6 +74,8 @@ def load_curve_keys(server_key: str, client_key_file: str | os.PathLike[str] | N
     if client_key_file is None:
         public, secret = zmq.curve_keypair()
     else:
+        if not Path(client_key_file).exists():
+            raise FileNotFoundError(errno.ENOENT, "no such key file", str(client_key_file))
         public, secret = zmq.auth.load_certificate(client_key_file)
     if secret is None:
         raise ValueError(f"{client_key_file} holds no secret key; is it the public one?")
