@@ -13,18 +13,15 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import Any
 
-import msgspec
 import structlog
 
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager
-from kvd.commands import Hello, Recipe, Snapshot, Stopped
+from kvd.commands import Hello, Snapshot, Stopped
 from kvd.config import ConfigError, DaemonConfig
 from kvd.engine.clock import SystemClock
 from kvd.engine.loading import Loading
@@ -32,21 +29,18 @@ from kvd.engine.loop import EngineLoop, LoopEnd, StartWork, State
 from kvd.engine.pins import Pins
 from kvd.engine.reports import Reports, StartFacts, starting_report
 from kvd.engine.service_manager import ServiceManager
-from kvd.executor.fake import FakeRunner
-from kvd.executor.host_memory import check_pool_fits
-from kvd.executor.models.inspect import inspect_model
 from kvd.executor.models.spec import ModelError, ModelSpec
-from kvd.executor.worker import ExecutorThread, Runner
 from kvd.frontend import Frontend, start_frontend
+from kvd.model_opening import OpenEngine, describe_model, open_engine
 from kvd.observe.progress import Progress
+from kvd.pin_rendering import current_recipes
 from kvd.scheduler.scheduler import Scheduler
 from kvd.storage.errors import DiskFaultError, RecipesUnreadableError, StateDirError, StateLockedError, UnknownFormatError, state_dir_errors
-from kvd.storage.persistence import RehydrationReport, Storage
+from kvd.storage.persistence import Storage
 from kvd.text.errors import TextError
 from kvd.text.model import TextModel, load_text_model
 from kvd.transport.errors import EndpointError, EndpointInUseError
 from kvd.transport.inproc import InprocInbox, InprocOutbox
-from kvd.types import pack_tokens
 
 EXIT_OK = 0
 EXIT_SOFTWARE = 70
@@ -54,8 +48,6 @@ EXIT_IO = 74
 EXIT_TEMPORARY = 75
 EXIT_CONFIG = 78
 
-_FAKE_MODEL_LEN = 8192
-_FAKE_POOL_BYTES = 64 << 20
 _BYTE_LEVEL = "bytes"
 _FRONTEND_STOP_S = 5.0
 _MIN_FLUSH_S = 2.0
@@ -64,20 +56,6 @@ _MIN_FLUSH_S = 2.0
 
 class _StopDuringStart(BaseException):
     """A signal or the edge's end before the engine loop ran; not an Exception, so that no boundary on the way swallows it."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Engine:
-    """What a model, real or fake, brings: its runner comes later, by ``load``, so that the store can fill the pool meanwhile."""
-
-    model: str
-    fingerprint: bytes
-    num_blocks: int
-    max_model_len: int
-    vocab_size: int
-    executor: ExecutorThread
-    load: Callable[[Callable[[int, int], None]], None]
-    facts: dict[str, Any]
 
 
 _TEMPORARY_ENDS: Mapping[type[Exception], tuple[str, int]] = MappingProxyType(
@@ -159,13 +137,13 @@ class Daemon:
         signal.signal(signal.SIGUSR1, self._on_frontend_end)
         frontend: Frontend | None = None
         storage: Storage | None = None
-        engine: _Engine | None = None
+        engine: OpenEngine | None = None
         clean = False
         try:
             with state_dir_errors(self._config.storage.state_dir):
                 storage = Storage.lock(self._config.storage, clock=self._clock)
             self._allow_interrupts()
-            spec = self._describe_model()
+            spec = describe_model(self._config.model)
             self._may_interrupt = False  # an edge that is half started could not be ended
             frontend = self._start_frontend()
             self._allow_interrupts()
@@ -200,21 +178,6 @@ class Daemon:
 
     # -------------------------------------------------------------------------------- start
 
-    def _describe_model(self) -> ModelSpec | None:
-        """What the model is, before anything is opened for it; None for the fake executor.
-
-        Raises:
-            ModelError: it can't be served.
-            ConfigError: it can't be read.
-        """
-        if self._config.model.executor == "fake":
-            return None
-        path = Path(self._config.model.model)
-        try:
-            return inspect_model(path)
-        except OSError as error:
-            raise ConfigError(f"model = {path}: {error.strerror}: {error.filename or path}") from error
-
     def _start_frontend(self) -> Frontend:
         config = self._config
         self._publish(State.STARTING)
@@ -248,63 +211,14 @@ class Daemon:
         except OSError as error:
             raise ConfigError(f"model = {self._text_source}: {error.strerror}: {error.filename or self._text_source}") from error
 
-    def _open_engine(self, storage: Storage, spec: ModelSpec | None) -> _Engine:
+    def _open_engine(self, storage: Storage, spec: ModelSpec | None) -> OpenEngine:
         started = self._clock.monotonic()
-        engine = self._open_fake() if spec is None else self._open_torch(spec, storage.fingerprint_cache)
+        engine = open_engine(self._config, spec, storage.fingerprint_cache)
         self._facts.fingerprint = engine.fingerprint.hex()
         self._facts.startup["open_model"] = self._since(started)
         return engine
 
-    def _open_fake(self) -> _Engine:
-        model, cache = self._config.model, self._config.cache
-        check_pool_fits(cache.kv_memory)
-        probe = FakeRunner(1, cache.block_size_tokens)
-        num_blocks = (cache.kv_memory or _FAKE_POOL_BYTES) // probe.groups()[0].row_bytes
-        if num_blocks < 2:
-            raise ConfigError(f"kv_memory = {cache.kv_memory}: too small for two blocks of {probe.groups()[0].row_bytes} bytes")
-        runner = FakeRunner(num_blocks, cache.block_size_tokens, max_rows=self._config.scheduler.max_running, step_ms=model.fake_step_ms)
-        return _Engine(
-            model="fake",
-            fingerprint=runner.fingerprint,
-            num_blocks=num_blocks,
-            max_model_len=model.max_model_len or _FAKE_MODEL_LEN,
-            vocab_size=257,
-            executor=ExecutorThread(runner),
-            load=lambda _: None,
-            facts={"executor": "fake", "block_bytes": runner.groups()[0].row_bytes},
-        )
-
-    def _open_torch(self, spec: ModelSpec, fingerprint_cache: Path) -> _Engine:
-        # OpenMP's threads spin while they wait for each other. Beside the loop's and the edge's threads that turns a step of 45 ms into seconds
-        # on two busy cores; a short spin keeps most of the speed of a quiet machine. Read once, when torch loads its runtime.
-        if "OMP_WAIT_POLICY" not in os.environ:
-            os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-        from kvd.executor.assemble import compute_threads, open_model
-
-        config = self._config
-        threads = compute_threads(config.model.threads)
-        opened = open_model(
-            Path(config.model.model), spec, config.model, config.cache, config.scheduler, threads=threads, digest_cache=fingerprint_cache
-        )
-        runner: Runner = opened.runner
-        return _Engine(
-            model=Path(config.model.model).name,
-            fingerprint=opened.fingerprint,
-            num_blocks=opened.num_blocks,
-            max_model_len=opened.max_model_len,
-            vocab_size=opened.spec.vocab_size,
-            executor=ExecutorThread(runner),
-            load=opened.load,
-            facts={
-                "executor": "torch",
-                "device": str(opened.device),
-                "dtype": str(opened.dtype).removeprefix("torch."),
-                "threads": threads,
-                "block_bytes": opened.pool.row_bytes,
-            },
-        )
-
-    def _serve(self, storage: Storage, engine: _Engine) -> LoopEnd:
+    def _serve(self, storage: Storage, engine: OpenEngine) -> LoopEnd:
         config = self._config
         cache = CacheManager(
             num_blocks=engine.num_blocks,
@@ -377,7 +291,7 @@ class Daemon:
         gc.freeze()
         return self._loop.run(work)
 
-    def _rehydrate(self, storage: Storage, engine: _Engine, cache: CacheManager) -> StartWork:
+    def _rehydrate(self, storage: Storage, engine: OpenEngine, cache: CacheManager) -> StartWork:
         """Weights and blocks side by side; then the warm-up. What is left of the start is the loop's."""
         config = self._config
         started = self._clock.monotonic()
@@ -395,7 +309,9 @@ class Daemon:
         bar.close()
         self._facts.rehydration = report.as_dict()
         self._facts.startup["rehydrate"] = self._since(started)
-        recipes, not_computed = self._current_recipes(storage.recipe_book.recipes(), report)
+        recipes, not_computed = current_recipes(
+            storage.recipe_book.recipes(), report, load_text=self._load_text, template_date=config.transport.template_date, log=self._log
+        )
         loading.finish()
         self._facts.startup["weights_and_warm_up"] = self._since(started)
         self._log.info("rehydrated", **report.as_dict())
@@ -407,37 +323,6 @@ class Daemon:
             pins_deadline_s=deadline_s,
             recompute_deadline_s=min(deadline_s, now + config.storage.recompute_budget_s),
         )
-
-    def _current_recipes(self, recipes: dict[str, Recipe], report: RehydrationReport) -> tuple[dict[str, Recipe], dict[str, str]]:
-        """The recipes with the ids that this model's text side gives them today; and those that are not to be computed, with the reason."""
-        if not recipes:
-            return {}, {}
-        if not report.recompute_pins:
-            self._log.warning("pins_not_computed", num_pins=len(recipes), failed_starts=report.failed_starts)
-            return {}, dict.fromkeys(recipes, f"not computed, for the {report.failed_starts} starts before died early; pin it again")
-        text = self._load_text()
-        current, not_computed = {}, {}
-        for name, recipe in recipes.items():
-            try:
-                current[name] = msgspec.structs.replace(recipe, token_ids=self._render(recipe, text))
-            except TextError as error:
-                not_computed[name] = str(error)
-                self._log.warning("pin_not_computed", name=name, reason=str(error))
-        return current, not_computed
-
-    def _render(self, recipe: Recipe, text: TextModel) -> bytes:
-        """The recipe's ids. Messages are always rendered: the template's date moves on though nothing else has changed.
-
-        Raises:
-            TextError: the template refuses the messages, or ids of another text side are all there is.
-        """
-        if recipe.messages is not None:
-            return pack_tokens(text.system_prefix(recipe.messages, date=self._config.transport.template_date, args=recipe.template_args))
-        if recipe.tokenizer_digest == text.digest:
-            return recipe.token_ids
-        if recipe.text is not None:
-            return pack_tokens(text.encode(recipe.text))
-        raise TextError("made of token ids under another tokenizer or chat template; pin it again from text or messages")
 
     # -------------------------------------------------------------------------------- state, signals, failures
 

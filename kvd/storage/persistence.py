@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,71 +18,21 @@ import structlog
 from kvd.cache.events import CacheEvent
 from kvd.commands import CheckpointDone, Submit
 from kvd.config import StorageConfig
-from kvd.storage.budget import Budget, PlannerLimits, plan_budget
-from kvd.storage.copy_out import IDLE_S, POLL_S, CopyOut, CopyRequests, Governor
+from kvd.storage.budget import plan_budget
+from kvd.storage.copy_out import IDLE_S, POLL_S
 from kvd.storage.lock import StateLock
 from kvd.storage.node_index import IndexNode
-from kvd.storage.planner import Planner
 from kvd.storage.ports import BlockIO, Clock, Leases, Log, RehydrationCache, StorageInbox
 from kvd.storage.recipes import RecipeStore
-from kvd.storage.recovery import WAL_NAME, Recovered, adopt_recipes, recover
+from kvd.storage.recovery import adopt_recipes, recover
 from kvd.storage.rehydrate import Loaded, Rehydration, choose, mark_unreachable, recompute_candidates, with_room
-from kvd.storage.staging import StagingPool
+from kvd.storage.rehydration_report import RehydrationReport
+from kvd.storage.running import Running, assemble
 from kvd.storage.start_guard import STABLE_AFTER_S, StartGuard
-from kvd.storage.store_thread import StoreThread
 from kvd.types import TOKEN_BYTES, BlockHash, KvGroup, SamplingParams
 from kvd.wal.record import Forget
-from kvd.wal.writer import WalWriter
 
-_NUM_STAGING_BUFFERS = 4
-_WAL_QUEUE_CAPACITY = 65536
 _STOP_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RehydrationReport:
-    """How a start's rehydration went.
-
-    ``recompute`` are requests that compute prefixes anew which were used twice or more and whose bytes are gone, the most valuable first;
-    ``recompute_pins`` is False after several starts that died early.
-    """
-
-    num_blocks: int = 0
-    num_tokens: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
-    dropped: dict[str, int] = field(default_factory=dict)
-    pins_pending: tuple[str, ...] = ()
-    recompute_pins: bool = True
-    recompute: tuple[Submit, ...] = ()
-    failed_starts: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """The ``rehydration`` part of the status report."""
-        return {
-            "blocks": self.num_blocks,
-            "tokens": self.num_tokens,
-            "bytes": self.num_bytes,
-            "seconds": round(self.seconds, 3),
-            "pins_pending": len(self.pins_pending),
-            "dropped": dict(self.dropped),
-            "failed_starts": self.failed_starts,
-            "recompute_pins": self.recompute_pins,
-        }
-
-
-@dataclass(slots=True, kw_only=True)
-class _Running:
-    """What works on the store's behalf once the engine runs."""
-
-    recovered: Recovered
-    budget: Budget
-    wal: WalWriter
-    governor: Governor
-    copy_out: CopyOut
-    planner: Planner
-    store: StoreThread
-    is_started: bool = False
 
 
 class Storage:
@@ -96,8 +45,7 @@ class Storage:
         self._clock = clock
         self._log = log
         self._recipes: RecipeStore | None = None
-        self._running: _Running | None = None
-        self._staging: StagingPool | None = None
+        self._running: Running | None = None
         self._inbox: StorageInbox | None = None
         self._fingerprint = b""
         self._groups: tuple[KvGroup, ...] = ()
@@ -191,62 +139,17 @@ class Storage:
             foreign_nodes=num_foreign,
             degraded=recovered.store_error,
         )
-        self._running = self._assemble(recovered, budget, leases, block_io)
-
-    def _assemble(self, recovered: Recovered, budget: Budget, leases: Leases, block_io: BlockIO) -> _Running:
-        config, clock = self._config, self._clock
-        assert self._inbox is not None
-        staging = StagingPool(self._groups, buffer_bytes=config.checkpoint_bytes_per_step, num_buffers=_NUM_STAGING_BUFFERS)
-        self._staging = staging
-        wal = WalWriter(
-            config.state_dir / WAL_NAME,
-            recovered.log_position(),
-            store_uuid=recovered.generations.current.store_uuid,
-            sync_interval_s=config.wal_sync_interval_ms / 1e3,
-            segment_bytes=budget.wal_segment_bytes,
-            max_bytes=budget.wal_max_bytes,
-            queue_capacity=_WAL_QUEUE_CAPACITY,
-            on_error=lambda error: self._log.error("wal.failed", error=error),
-        )
-        if recovered.applied_lsn >= recovered.log.last_lsn:
-            wal.retire(recovered.applied_lsn)
-        burst = staging.max_blocks * max(1, sum(group.row_bytes for group in self._groups))
-        governor = Governor(
-            bytes_per_s=config.checkpoint_bytes_per_s,
-            burst_bytes=burst,
-            pause_queue_depth=config.checkpoint_pause_queue_depth,
-            clock=clock,
-        )
-        requests = CopyRequests()
-        limits = PlannerLimits(
-            checkpoint_interval_s=config.checkpoint_interval_s,
-            wal_soft_bytes=budget.wal_max_bytes // 2,
-            max_block_bytes=budget.max_block_bytes,
-            max_nodes=budget.max_nodes,
-            max_wanted=2 * _NUM_STAGING_BUFFERS * staging.max_blocks,
-            block_bytes=budget.block_bytes,
-        )
-        planner = Planner(index=recovered.index, wal=wal, requests=requests, inbox=self._inbox, limits=limits, clock=clock, log=self._log)
-        store = StoreThread(
-            recovered.generations,
-            recovered.store,
+        self._running = assemble(
+            self._config,
+            recovered,
+            budget,
             groups=self._groups,
-            staging=staging,
-            commit_bytes=budget.commit_bytes,
-            clock=clock,
-            on_result=planner.on_result,
-        )
-        copy_out = CopyOut(
-            requests,
+            inbox=inbox,
             leases=leases,
             block_io=block_io,
-            groups=self._groups,
-            staging=staging,
-            governor=governor,
-            on_staged=store.stage,
-            on_returned=planner.returned,
+            clock=self._clock,
+            log=self._log,
         )
-        return _Running(recovered=recovered, budget=budget, wal=wal, governor=governor, copy_out=copy_out, planner=planner, store=store)
 
     def rehydrate(
         self, cache: RehydrationCache, block_io: BlockIO, deadline_s: float, progress: Callable[[int, int], None]
@@ -293,7 +196,7 @@ class Storage:
 
     def _load(
         self,
-        running: _Running,
+        running: Running,
         *,
         cache: RehydrationCache,
         block_io: BlockIO,
@@ -301,8 +204,8 @@ class Storage:
         max_blocks: int,
         progress: Callable[[int, int], None],
     ) -> Loaded:
-        store, staging = running.recovered.store, self._staging
-        if store is None or staging is None:
+        store = running.recovered.store
+        if store is None:
             return Loaded()
         pinned = with_room([chain for _, chain in self._pin_chains], cache.max_pinned_blocks)
         chains = choose(running.recovered.index, pinned, max_blocks)
@@ -312,13 +215,13 @@ class Storage:
             cache=cache,
             block_io=block_io,
             groups=self._groups,
-            staging=staging,
+            staging=running.staging,
             clock=self._clock,
             deadline_s=deadline_s,
         )
         return work.run(chains, progress)
 
-    def _submit(self, running: _Running, chain: Sequence[IndexNode]) -> Submit:
+    def _submit(self, running: Running, chain: Sequence[IndexNode]) -> Submit:
         namespace = running.recovered.index.namespaces[chain[0].root]
         return Submit(
             request_id=os.urandom(16),

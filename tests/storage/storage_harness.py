@@ -19,7 +19,8 @@ from kvd.cache.manager import CacheManager
 from kvd.commands import CheckpointDone, Recipe, RecipeDurable
 from kvd.config import StorageConfig
 from kvd.executor.worker import ExecutorThread
-from kvd.storage.persistence import RehydrationReport, Storage
+from kvd.storage.persistence import Storage
+from kvd.storage.rehydration_report import RehydrationReport
 from kvd.storage.tools import check_store
 from kvd.types import KvGroup, pack_tokens
 

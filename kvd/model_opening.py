@@ -1,0 +1,104 @@
+"""What a model, real or fake, brings into the daemon: its facts, its pool and its executor. The only module besides the executor's own that knows both kinds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvd.config import ConfigError, DaemonConfig, ModelConfig
+from kvd.executor.fake import FakeRunner
+from kvd.executor.host_memory import check_pool_fits
+from kvd.executor.models.inspect import inspect_model
+from kvd.executor.models.spec import ModelSpec
+from kvd.executor.worker import ExecutorThread, Runner
+
+_FAKE_MODEL_LEN = 8192
+_FAKE_POOL_BYTES = 64 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenEngine:
+    """What a model, real or fake, brings: its runner comes later, by ``load``, so that the store can fill the pool meanwhile."""
+
+    model: str
+    fingerprint: bytes
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    executor: ExecutorThread
+    load: Callable[[Callable[[int, int], None]], None]
+    facts: dict[str, Any]
+
+
+def describe_model(config: ModelConfig) -> ModelSpec | None:
+    """What the model is, before anything is opened for it; None for the fake executor.
+
+    Raises:
+        ModelError: it can't be served.
+        ConfigError: it can't be read.
+    """
+    if config.executor == "fake":
+        return None
+    path = Path(config.model)
+    try:
+        return inspect_model(path)
+    except OSError as error:
+        raise ConfigError(f"model = {path}: {error.strerror}: {error.filename or path}") from error
+
+
+def open_engine(config: DaemonConfig, spec: ModelSpec | None, fingerprint_cache: Path) -> OpenEngine:
+    """Pool, fingerprint and executor of the model that ``describe_model`` described; the weights come with ``load``."""
+    return _open_fake(config) if spec is None else _open_torch(config, spec, fingerprint_cache)
+
+
+def _open_fake(config: DaemonConfig) -> OpenEngine:
+    model, cache = config.model, config.cache
+    check_pool_fits(cache.kv_memory)
+    probe = FakeRunner(1, cache.block_size_tokens)
+    num_blocks = (cache.kv_memory or _FAKE_POOL_BYTES) // probe.groups()[0].row_bytes
+    if num_blocks < 2:
+        raise ConfigError(f"kv_memory = {cache.kv_memory}: too small for two blocks of {probe.groups()[0].row_bytes} bytes")
+    runner = FakeRunner(num_blocks, cache.block_size_tokens, max_rows=config.scheduler.max_running, step_ms=model.fake_step_ms)
+    return OpenEngine(
+        model="fake",
+        fingerprint=runner.fingerprint,
+        num_blocks=num_blocks,
+        max_model_len=model.max_model_len or _FAKE_MODEL_LEN,
+        vocab_size=257,
+        executor=ExecutorThread(runner),
+        load=lambda _: None,
+        facts={"executor": "fake", "block_bytes": runner.groups()[0].row_bytes},
+    )
+
+
+def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path) -> OpenEngine:
+    # OpenMP's threads spin while they wait for each other. Beside the loop's and the edge's threads that turns a step of 45 ms into seconds
+    # on two busy cores; a short spin keeps most of the speed of a quiet machine. Read once, when torch loads its runtime.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    from kvd.executor.assemble import compute_threads, open_model
+
+    threads = compute_threads(config.model.threads)
+    opened = open_model(
+        Path(config.model.model), spec, config.model, config.cache, config.scheduler, threads=threads, digest_cache=fingerprint_cache
+    )
+    runner: Runner = opened.runner
+    return OpenEngine(
+        model=Path(config.model.model).name,
+        fingerprint=opened.fingerprint,
+        num_blocks=opened.num_blocks,
+        max_model_len=opened.max_model_len,
+        vocab_size=opened.spec.vocab_size,
+        executor=ExecutorThread(runner),
+        load=opened.load,
+        facts={
+            "executor": "torch",
+            "device": str(opened.device),
+            "dtype": str(opened.dtype).removeprefix("torch."),
+            "threads": threads,
+            "block_bytes": opened.pool.row_bytes,
+        },
+    )

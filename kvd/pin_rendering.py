@@ -1,0 +1,55 @@
+"""Pins as the present model reads them: recipes kept as messages or text are rendered anew at every start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from kvd.commands import Recipe
+from kvd.storage.rehydration_report import RehydrationReport
+from kvd.text.errors import TextError
+from kvd.text.model import TextModel
+from kvd.types import pack_tokens
+
+
+class Log(Protocol):
+    """A structured log, as structlog's."""
+
+    def warning(self, event: str, **fields: Any) -> Any: ...
+
+
+def current_recipes(
+    recipes: dict[str, Recipe], report: RehydrationReport, *, load_text: Callable[[], TextModel], template_date: str, log: Log
+) -> tuple[dict[str, Recipe], dict[str, str]]:
+    """The recipes with the ids that this model's text side gives them today; and those that are not to be computed, with the reason."""
+    if not recipes:
+        return {}, {}
+    if not report.recompute_pins:
+        log.warning("pins_not_computed", num_pins=len(recipes), failed_starts=report.failed_starts)
+        return {}, dict.fromkeys(recipes, f"not computed, for the {report.failed_starts} starts before died early; pin it again")
+    text = load_text()
+    current, not_computed = {}, {}
+    for name, recipe in recipes.items():
+        try:
+            current[name] = msgspec.structs.replace(recipe, token_ids=_render(recipe, text, template_date))
+        except TextError as error:
+            not_computed[name] = str(error)
+            log.warning("pin_not_computed", name=name, reason=str(error))
+    return current, not_computed
+
+
+def _render(recipe: Recipe, text: TextModel, template_date: str) -> bytes:
+    """The recipe's ids. Messages are always rendered: the template's date moves on though nothing else has changed.
+
+    Raises:
+        TextError: the template refuses the messages, or ids of another text side are all there is.
+    """
+    if recipe.messages is not None:
+        return pack_tokens(text.system_prefix(recipe.messages, date=template_date, args=recipe.template_args))
+    if recipe.tokenizer_digest == text.digest:
+        return recipe.token_ids
+    if recipe.text is not None:
+        return pack_tokens(text.encode(recipe.text))
+    raise TextError("made of token ids under another tokenizer or chat template; pin it again from text or messages")
