@@ -122,7 +122,15 @@ class CheckpointDone(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-Command = Submit | Abort | FinishChoice | Grant | PinPrefix | Unpin | Query | CheckpointNow | Drain | RecipeDurable | CheckpointDone
+class LoadDone(msgspec.Struct, frozen=True, tag=True):
+    """From storage: the load ``load_id`` is over. The bytes of its first ``num_loaded`` blocks are in the pool; the rest failed, ``error`` says why."""
+
+    load_id: int
+    num_loaded: int
+    error: str = ""
+
+
+Command = Submit | Abort | FinishChoice | Grant | PinPrefix | Unpin | Query | CheckpointNow | Drain | RecipeDurable | CheckpointDone | LoadDone
 
 # ---------------------------------------------------------------------------------------------- engine to edge
 

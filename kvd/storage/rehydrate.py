@@ -13,7 +13,7 @@ from typing import Any
 
 from kvd.cache.events import BlockOrigin
 from kvd.observe.failpoints import declare
-from kvd.storage import schema
+from kvd.storage.block_reading import read_checked
 from kvd.storage.errors import StorageError
 from kvd.storage.node_index import IndexNode, NodeIndex
 from kvd.storage.ports import BlockIO, Clock, LoadTarget, RehydrationCache, Ticket
@@ -213,22 +213,14 @@ class Rehydration:
             self._finish()
 
     def _read(self, reader: BlockReader, load: _Load, buffer: StagingBuffer, row: int) -> bool:
-        """Copy a block's values into row ``row`` of ``buffer`` and check them there, where they will be used from."""
+        """Whether the block's checked bytes are in row ``row`` of ``buffer``."""
         node = load.node
         if node.parent is not None and node.parent.block_hash in self._unusable:
             self._unusable.add(node.block_hash)  # it left the tree with its parent
             node.is_suspect = True
             return False
         try:
-            for group in self._groups:
-                value = reader.get(group.name, node.block_hash)
-                if value is None:
-                    raise BadRowError("missing")  # noqa: TRY301 (one place that drops a block)
-                memory = buffer.rows(group.name, 1, row)
-                if len(value) != schema.value_bytes(group.row_bytes):
-                    raise BadRowError("length")  # noqa: TRY301
-                memory[:] = value[schema.BLOCK_HEADER_BYTES : schema.BLOCK_HEADER_BYTES + group.row_bytes]
-                schema.check_block(value, node.block_hash, group.fingerprint, group.row_bytes, memory)
+            read_checked(reader, self._groups, node.block_hash, buffer, row)
         except BadRowError as error:
             self._unusable.add(node.block_hash)
             self._loaded.dropped[error.reason] = self._loaded.dropped.get(error.reason, 0) + 1

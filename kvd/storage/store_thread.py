@@ -15,7 +15,7 @@ import ctypes
 import platform
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvd.observe.failpoints import declare
@@ -122,6 +122,8 @@ class StoreThread:
         self._on_result = on_result
         self._values = {group.name: memoryview(bytearray(schema.value_bytes(group.row_bytes))) for group in groups}
         self._wake = threading.Condition()
+        self._reading = threading.Condition()
+        self._num_readers = 0
         self._changes: deque[Changes] = deque()
         self._staged: deque[StagedBatch] = deque()
         self._eager = False
@@ -155,6 +157,23 @@ class StoreThread:
         with self._wake:
             self._eager = eager
             self._wake.notify_all()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Store | None]:
+        """The store, from any thread, beside the writes; None while there is none. It is not closed meanwhile, so keep this as short as a read transaction.
+
+        A closed environment under a reader's view is a segmentation fault.
+        """
+        with self._reading:
+            store = self._store
+            self._num_readers += store is not None
+        try:
+            yield store
+        finally:
+            if store is not None:
+                with self._reading:
+                    self._num_readers -= 1
+                    self._reading.notify_all()
 
     def stop(self, timeout_s: float) -> bool:
         """Finish what was handed over, commit, close the store; whether the thread ended in time."""
@@ -195,9 +214,17 @@ class StoreThread:
                 self._discard(staged)
             if stopping:
                 break
-        if self._store is not None:
+        store = self._take_store()
+        if store is not None:
             with contextlib.suppress(Exception):
-                self._store.close()
+                store.close()
+
+    def _take_store(self) -> Store | None:
+        """The store, which nobody reads nor can come to read any more."""
+        with self._reading:
+            store, self._store = self._store, None
+            self._reading.wait_for(lambda: self._num_readers == 0)
+        return store
 
     def _has_work(self) -> bool:
         return bool(self._changes or self._staged or self._stopping or (self._eager and self._txn is not None))
@@ -272,7 +299,8 @@ class StoreThread:
         self._is_degraded = True
         lost = not isinstance(error, StoreFullError)
         if lost and self._store is not None:
-            store, self._store = self._store, None
+            store = self._take_store()
+            assert store is not None, "only this thread takes it"
             with contextlib.suppress(Exception):  # what can't be closed or moved is left alone: the next generation has a number of its own
                 store.close()
                 self._generations.set_aside()
