@@ -58,6 +58,7 @@ def assemble(
         max_bytes=budget.wal_max_bytes,
         queue_capacity=_WAL_QUEUE_CAPACITY,
         on_error=lambda error: log.error("wal.failed", error=error),
+        on_recovered=lambda: log.info("wal.resumed"),
     )
     if recovered.applied_lsn >= recovered.log.last_lsn:
         wal.retire(recovered.applied_lsn)

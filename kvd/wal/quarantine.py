@@ -6,6 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from kvd.wal.disk_faults import disk_bytes
 from kvd.wal.durable import remove_any, sync_directory
 
 QUARANTINE_NAME = "quarantine"
@@ -20,7 +21,7 @@ def set_aside(path: Path, quarantine: Path, max_bytes: int) -> None:
     quarantine.mkdir(mode=0o700, exist_ok=True)
     path.rename(_free_name(quarantine, path.name))
     sync_directory(path.parent)
-    _bound(quarantine, max_bytes)
+    bound(quarantine, max_bytes)
 
 
 def discard(path: Path, quarantine: Path, max_bytes: int) -> str:
@@ -48,19 +49,21 @@ def make_folder(path: Path, quarantine: Path, max_bytes: int) -> str:
 
 
 def keep_piece(name: str, data: bytes, quarantine: Path, max_bytes: int) -> None:
-    """Keep a copy of ``data``, which is about to be cut off.
+    """Keep a copy of ``data``, which is about to be cut off, as far as the folder's bound allows one: its beginning.
 
     Raises:
         OSError: it could not be written; nothing of it is left.
     """
+    data = data[:max_bytes]
     quarantine.mkdir(mode=0o700, exist_ok=True)
+    bound(quarantine, max_bytes - len(data))
     path = _free_name(quarantine, name)
     try:
         path.write_bytes(data)
     except OSError:
         path.unlink(missing_ok=True)
         raise
-    _bound(quarantine, max_bytes)
+    bound(quarantine, max_bytes)
 
 
 def _free_name(directory: Path, name: str) -> Path:
@@ -70,11 +73,14 @@ def _free_name(directory: Path, name: str) -> Path:
     return path
 
 
-def _bound(directory: Path, max_bytes: int) -> None:
-    files = sorted((path.stat().st_mtime_ns, path.name, path.stat().st_size, path) for path in directory.iterdir() if path.is_file())
-    excess = sum(size for _, _, size, _ in files) - max_bytes
-    for _, _, size, path in files:
+def bound(quarantine: Path, max_bytes: int) -> None:
+    """Remove what has lain there longest until the rest takes ``max_bytes`` of disk at most, folders and all that is in them counted."""
+    if not quarantine.is_dir():
+        return
+    entries = sorted((path.lstat().st_ctime_ns, path.name, disk_bytes(path), path) for path in quarantine.iterdir())
+    excess = sum(size for _, _, size, _ in entries) - max_bytes
+    for _, _, size, path in entries:
         if excess <= 0:
             break
-        path.unlink()
+        remove_any(path)
         excess -= size

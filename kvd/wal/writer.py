@@ -1,7 +1,7 @@
 """Appending to the log: one thread, one sync for all records of a few milliseconds, preallocated segments.
 
-``append`` never waits for the disk. At a bound (queue or log size) inserts are dropped and counted, for the log is a cache of what could be computed again;
-pins, unpins and forgets are few and always taken.
+``append`` never waits for the disk. At a bound (queue or log size) records are dropped and counted, for the log is a cache: what it knows could be computed
+again, and pins stand in the recipes. Inserts are dropped a segment earlier than the others, which are few.
 
 A file whose sync failed is never synced again: the kernel may have dropped the pages and would report success (PostgreSQL's "fsyncgate", 2018). Its durable
 records and those that were under way are written to a new segment, and the suspect one is unlinked once that one is durable.
@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from kvd.observe.failpoints import declare, failpoint
+from kvd.wal.disk_faults import fault_sentence
 from kvd.wal.durable import remove_any, sync_directory, write_all
 from kvd.wal.reader import read_segment, segment_path
-from kvd.wal.record import SEGMENT_HEADER_BYTES, Insert, Record, SegmentHeader, WalError, encode_record, encode_segment_header
+from kvd.wal.record import SEGMENT_HEADER_BYTES, Forget, Insert, Record, SegmentHeader, WalError, encode_record, encode_segment_header
 
 declare(
     "wal.segment.before_sync",
@@ -36,6 +37,8 @@ declare(
 
 _RETRY_MIN_S = 0.1
 _RETRY_MAX_S = 30.0
+_RECORD_FRAME_BYTES = 160
+"""More than a record's header, padding and what msgpack adds to two hashes."""
 
 Entry = tuple[int, Record]
 
@@ -50,6 +53,7 @@ class _Active:
     salt: int
     size_bytes: int
     offset: int
+    first_lsn: int
     last_lsn: int
 
 
@@ -77,6 +81,7 @@ class WalWriter:
         max_bytes: int,
         queue_capacity: int,
         on_error: Callable[[str], None],
+        on_recovered: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
         self._store_uuid = store_uuid
@@ -85,8 +90,10 @@ class WalWriter:
         self._max_bytes = max_bytes
         self._queue_capacity = queue_capacity
         self._on_error = on_error
+        self._on_recovered = on_recovered
         self._wake = threading.Condition()
         self._queue: deque[Entry] = deque()
+        self._queued_bytes = 0
         self._next_lsn = position.next_lsn
         self._durable_lsn = position.next_lsn - 1
         self._retire_lsn = 0
@@ -130,17 +137,27 @@ class WalWriter:
         return self._fault
 
     def append(self, record: Record) -> int:
-        """Take a record; its LSN, or 0 if it is an insert and a bound was reached."""
+        """Take a record; its LSN, or 0 if a bound was reached."""
         with self._wake:
-            if isinstance(record, Insert) and (len(self._queue) >= self._queue_capacity or self._num_bytes >= self._max_bytes):
+            num_bytes = _about_bytes(record)
+            reserve = self._segment_bytes if isinstance(record, Insert) else 0
+            is_full = self._num_bytes + self._new_segment_bytes(num_bytes) + reserve > self._max_bytes
+            if is_full or (reserve and len(self._queue) >= self._queue_capacity):
                 self._num_dropped += 1
                 return 0
+            self._queued_bytes += num_bytes
             lsn = self._next_lsn
             self._next_lsn += 1
             self._queue.append((lsn, record))
             if len(self._queue) == 1:
                 self._wake.notify_all()
         return lsn
+
+    def _new_segment_bytes(self, num_bytes: int) -> int:
+        """Of the segments that what waits, and ``num_bytes`` more, will need."""
+        active = self._active
+        rest = self._queued_bytes + num_bytes - (active.size_bytes - active.offset if active is not None else 0)
+        return -(-rest // self._segment_bytes) * self._segment_bytes if rest > 0 else 0
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything taken so far is durable; whether it is."""
@@ -206,6 +223,8 @@ class WalWriter:
                         self._wake.wait_for(lambda: self._closing, self._retry_s)
                     self._retry_s = min(self._retry_s * 2, _RETRY_MAX_S)
             else:
+                if self._fault:
+                    self._on_recovered()
                 self._fault, self._retry_s = "", _RETRY_MIN_S
             self._drop_durable()
             if closing:
@@ -217,7 +236,7 @@ class WalWriter:
     def _drop_durable(self) -> None:
         with self._wake:
             while self._queue and self._queue[0][0] <= self._durable_lsn:
-                self._queue.popleft()
+                self._queued_bytes -= _about_bytes(self._queue.popleft()[1])
             self._wake.notify_all()
 
     def _write(self, batch: list[Entry]) -> None:
@@ -309,7 +328,7 @@ class WalWriter:
         self._sizes[number] = size_bytes
         self._last_lsns[number] = first[0] - 1
         self._num_bytes += size_bytes
-        self._active = _Active(fd, path, number, salt, size_bytes, SEGMENT_HEADER_BYTES, first[0] - 1)
+        self._active = _Active(fd, path, number, salt, size_bytes, SEGMENT_HEADER_BYTES, first[0], first[0] - 1)
         return self._active
 
     def _seal(self) -> None:
@@ -320,13 +339,19 @@ class WalWriter:
     def _fail(self, error: Exception) -> None:
         """Give the active segment up: no further write or sync on it."""
         self._num_failures += 1
+        sentence = fault_sentence(error)
         if not self._fault:
-            self._on_error(f"the write-ahead log can't be written: {error}")
-        self._fault = str(error) or repr(error)
-        if self._active is not None:
-            if self._suspect is None or self._active.last_lsn > self._suspect.last_lsn:
-                self._suspect = self._active
-            self._seal()
+            self._on_error(f"the write-ahead log can't be written: {sentence}")
+        self._fault = sentence
+        active = self._active
+        if active is None:
+            return
+        self._seal()
+        if active.last_lsn < active.first_lsn:  # nothing in it was ever durable: left there, one would stay from each try
+            with contextlib.suppress(OSError):
+                self._unlink(active.number)
+        elif self._suspect is None or active.last_lsn > self._suspect.last_lsn:
+            self._suspect = active
 
     def _retire(self) -> None:
         target = self._retire_lsn
@@ -343,3 +368,13 @@ class WalWriter:
         sync_directory(self._directory)
         self._last_lsns.pop(number, None)
         self._num_bytes -= self._sizes.pop(number, 0)
+
+
+def _about_bytes(record: Record) -> int:
+    """At least what a record takes in a segment."""
+    if isinstance(record, Insert):
+        parts = record.namespace or ()
+        return _RECORD_FRAME_BYTES + len(record.token_ids) + sum(len(part) for part in parts)
+    if isinstance(record, Forget):
+        return _RECORD_FRAME_BYTES + 34 * len(record.block_hashes)
+    return _RECORD_FRAME_BYTES + 4 * len(record.name)

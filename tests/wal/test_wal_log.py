@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+import time
 from pathlib import Path
 
 import pytest
 
 from kvd.wal import writer as writer_module
+from kvd.wal.disk_faults import disk_bytes
 from kvd.wal.reader import SegmentEnd, list_segments, parse_segment, read_segment, segment_path
 from kvd.wal.record import (
     FLAG_IGNORABLE,
@@ -233,12 +235,48 @@ def test_a_record_too_large_is_refused():
         encode_record(Insert(b"", b"", bytes(2 << 20)), 1, 0)
 
 
-def test_at_the_bounds_inserts_are_dropped_and_pins_are_not(wal, tmp_path):
-    writer = open_writer(wal, max_bytes=0)
-    assert writer.append(Insert(b"r", b"p", b"t")) == 0
-    assert writer.append(Pin("a", b"h")) == 1
+def test_inserts_are_dropped_a_segment_before_pins_and_nothing_grows_beyond_the_bound(wal, tmp_path):
+    writer = open_writer(wal, max_bytes=3 * 2048)
+    records = [Insert(b"r" * 32, b"p" * 32, bytes(256)) for _ in range(40)]
+    num_inserts = sum(writer.append(record) > 0 for record in records)
+    assert 0 < num_inserts < 40
+    assert writer.append(Pin("a", b"h")) == num_inserts + 1
+    num_pins = 1 + sum(writer.append(Pin(f"pin {number}", b"h" * 32)) > 0 for number in range(40))
+    assert 1 < num_pins < 41
+    assert writer.flush(10)
+    assert writer.num_bytes == 3 * 2048
+    assert sum(path.stat().st_size for path in wal.iterdir()) == 3 * 2048
     assert writer.close(10)
-    assert writer.stats()["wal_dropped_records"] == 1
+    assert writer.stats()["wal_dropped_records"] == 81 - num_inserts - num_pins
+    assert len(repair(wal, tmp_path / "quarantine")[0]) == num_inserts + num_pins
+
+
+def test_tries_that_fail_leave_no_segments_behind(wal, tmp_path, monkeypatch):
+    failing = {"yes": True}
+    real = os.fdatasync
+
+    def fdatasync(fd: int) -> None:
+        if failing["yes"]:
+            raise OSError(5, "Input/output error")
+        real(fd)
+
+    monkeypatch.setattr(writer_module.os, "fdatasync", fdatasync)
+    monkeypatch.setattr(writer_module, "_RETRY_MIN_S", 0.001)
+    monkeypatch.setattr(writer_module, "_RETRY_MAX_S", 0.001)
+    heard: list[str] = []
+    writer = open_writer(wal, on_error=heard.append, on_recovered=lambda: heard.append("recovered"))
+    writer.append(Pin("a", b"h"))
+    while writer.stats()["wal_sync_failures"] < 20:
+        assert not writer.flush(0.01)
+        assert len(list_segments(wal)) <= 1
+    assert writer.fault.startswith("eio: the disk fails")
+    failing["yes"] = False
+    assert writer.flush(10)
+    assert writer.fault == ""
+    assert len(heard) == 2
+    assert heard[1] == "recovered"
+    assert writer.num_bytes == 2048
+    assert writer.close(10)
     assert repair(wal, tmp_path / "quarantine")[0] == [(1, Pin("a", b"h"))]
 
 
@@ -319,12 +357,16 @@ def test_a_full_disk_keeps_records_waiting_until_there_is_room(wal, tmp_path, mo
 
 def test_the_quarantine_is_bounded_oldest_first(wal, tmp_path):
     quarantine = tmp_path / "quarantine"
-    for age in range(4):
+    for age in range(5):
         _, data, _ = one_segment(wal, 6)
-        segment_path(wal, 1).write_bytes(bytes(10) + data)
-        repair(wal, quarantine, max_bytes=2 * len(data) + 100)
-        for path in quarantine.iterdir():
-            os.utime(path, (age, age))
-    assert sum(path.stat().st_size for path in quarantine.iterdir()) <= 2 * len(data) + 100
-    assert len(list(quarantine.iterdir())) == 2
+        if age == 2:
+            segment_path(wal, 1).mkdir()
+            (segment_path(wal, 1) / "inside").write_bytes(data)
+        else:
+            segment_path(wal, 1).write_bytes(bytes([age]) * 10 + data)
+        one_bytes = disk_bytes(segment_path(wal, 1))
+        repair(wal, quarantine, max_bytes=2 * one_bytes + 100)
+        time.sleep(0.02)  # the folder's order is by the time of the move
+    assert disk_bytes(quarantine) - quarantine.lstat().st_blocks * 512 <= 2 * one_bytes + 100
+    assert sorted(path.read_bytes()[0] for path in quarantine.iterdir()) == [3, 4]
     shutil.rmtree(quarantine)
