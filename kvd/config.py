@@ -59,6 +59,9 @@ class SchedulerConfig:
     max_waiting: int = key(1024, "Requests that wait; `overloaded` (retryable) beyond")
     max_tokens_per_step: int = key(512, "Token budget of a step, prompt chunks and decoded tokens together")
     max_choices: int = key(16, "Largest `n` of a request")
+    max_loading_fraction: float = key(
+        0.5, "Fraction of the pool that loads from disk may be filling while requests run; what does not fit is computed"
+    )
     stall_timeout_s: float = key(30.0, "A request without stream credit for so long fails with `client_too_slow`")
     max_stalled: int = key(256, "Requests without stream credit at once; the oldest fails with `client_too_slow` beyond")
 
@@ -106,6 +109,18 @@ class StorageConfig:
     state_dir: Path = key(Path(), "State directory; empty: $STATE_DIRECTORY, else kvd under the user's state directory")
     persist: bool = key(True, "Keep the prefix tree and hot blocks on disk")
     store_max_bytes: int = key(8 << 30, "Bytes of the state directory")
+    write_policy: str = key(
+        "selective",
+        "Which blocks are written: `selective` (pinned, used twice, or used once but long in memory), `through` (every computed block), "
+        "`shutdown` (pins; all else at the clean end)",
+    )
+    write_dwell_s: float = key(
+        300.0,
+        "Policy `selective`: a block used once is written too after so long in memory, when nothing runs and the disk budget has free room",
+    )
+    uses_half_life_s: float = key(
+        86400.0, "A block's uses lose half their weight in so long since the last one, when it is ranked to expire or to come back"
+    )
     checkpoint_interval_s: float = key(5.0, "Time between checkpoints while there is something hot to write")
     checkpoint_bytes_per_step: int = key(8 << 20, "Block bytes copied out between two steps")
     checkpoint_bytes_per_s: int = key(256 << 20, "Governor: block bytes written a second")

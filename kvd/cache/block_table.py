@@ -8,7 +8,7 @@ from typing import Any
 
 from kvd.cache.hashing import Namespace
 from kvd.cache.prefix_tree import Node
-from kvd.types import BlockHash, BlockId, PackedTokens
+from kvd.types import TOKEN_BYTES, BlockHash, BlockId, PackedTokens
 
 
 class BlockTable:
@@ -42,7 +42,7 @@ class BlockTable:
         self.num_cached_tokens = 0
         """Tokens matched in the tree when the table was allocated."""
         self.num_restored_tokens = 0
-        """Of these, read from disk and given to a request for the first time."""
+        """Of these, read from disk and given to a request for the first time; what is still being read counts when it is there."""
         self.num_recomputed_tokens = 0
         """Of these, recomputed before READY and given to a request for the first time."""
         self.fills: deque[Node] = deque()
@@ -85,6 +85,11 @@ class LoadTarget:
     block_id: BlockId
     block_hash: BlockHash
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the node is still in the tree; if not, the block may be another's already and must not be written."""
+        return self.node.in_tree
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixInfo:
@@ -100,6 +105,26 @@ class PrefixInfo:
     is_pinned: bool
     block_hash: BlockHash
     """Of its last block."""
+
+    @classmethod
+    def of(cls, node: Node, tick: int) -> PrefixInfo:
+        """The prefix that ends with ``node``; ``tick`` is the present."""
+        blocks: list[PackedTokens] = []
+        ancestor: Node | None = node
+        while ancestor is not None and ancestor.depth >= 0:
+            blocks.append(ancestor.token_ids)
+            ancestor = ancestor.parent
+        token_ids = b"".join(reversed(blocks))
+        return cls(
+            namespace=node.namespace,
+            token_ids=token_ids,
+            num_blocks=len(blocks),
+            num_tokens=len(token_ids) // TOKEN_BYTES,
+            uses=node.uses,
+            age_ticks=tick - node.last_used,
+            is_pinned=node.num_pins > 0,
+            block_hash=node.block_hash,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The report's form, without the tokens."""

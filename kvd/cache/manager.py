@@ -291,6 +291,9 @@ class CacheManager:
             node.is_ready = True
             self._blocks.tell_stored(node)
             for follower in followers:
+                if owner is None and node.is_fresh and follower.matched:
+                    node.is_fresh = False
+                    follower.num_restored_tokens += self.block_size_tokens
                 if not follower.waits_for:
                     self._tell_used(follower)
             if owner is None:
@@ -363,7 +366,7 @@ class CacheManager:
 
     def pins(self) -> dict[str, PrefixInfo]:
         """The pins by name."""
-        return {name: self._describe(nodes[-1]) for name, nodes in self._pins.nodes.items()}
+        return {name: PrefixInfo.of(nodes[-1], self._blocks.tick) for name, nodes in self._pins.nodes.items()}
 
     def pin_info(self, name: str) -> dict[str, Any]:
         """The report of one pin.
@@ -371,7 +374,7 @@ class CacheManager:
         Raises:
             KeyError: no pin is named so.
         """
-        return self._describe(self._pins.nodes[name][-1]).as_dict()
+        return PrefixInfo.of(self._pins.nodes[name][-1], self._blocks.tick).as_dict()
 
     def lease(self, block_id: BlockId, block_hash: BlockHash) -> bool:
         """Hold a ready block against eviction (and so against writing) until ``end_lease``; False if it no longer holds that content."""
@@ -397,7 +400,7 @@ class CacheManager:
         """The most used prefixes in memory, among those that the latest requests shared or that were loaded."""
         self._prefix_ends = {node: None for node in self._prefix_ends if node.in_tree}
         ends = sorted((node for node in self._prefix_ends if node.is_ready), key=lambda node: (-node.uses, -node.last_used))
-        return [self._describe(node) for node in ends[:limit]]
+        return [PrefixInfo.of(node, self._blocks.tick) for node in ends[:limit]]
 
     def check_invariants(self) -> None:
         """Audit everything against everything, O(all blocks); an AssertionError names what is wrong."""
@@ -453,8 +456,9 @@ class CacheManager:
             if counts_use:
                 node.uses += 1
                 num_hit[node.origin] += 1
-                num_fresh[node.origin] += node.is_fresh
-                node.is_fresh = False
+                if node.is_ready or self._fillings.owner(node) is not None:
+                    num_fresh[node.origin] += node.is_fresh
+                    node.is_fresh = False
         if not counts_use:
             return
         table.num_restored_tokens = num_fresh[BlockOrigin.RESTORED] * self.block_size_tokens
@@ -479,20 +483,3 @@ class CacheManager:
         self._prefix_ends[node] = None
         if len(self._prefix_ends) > _MAX_REMEMBERED_PREFIXES:
             del self._prefix_ends[next(iter(self._prefix_ends))]
-
-    def _describe(self, node: Node) -> PrefixInfo:
-        blocks: list[PackedTokens] = []
-        ancestor: Node | None = node
-        while ancestor is not None and ancestor.depth >= 0:
-            blocks.append(ancestor.token_ids)
-            ancestor = ancestor.parent
-        return PrefixInfo(
-            namespace=node.namespace,
-            token_ids=b"".join(reversed(blocks)),
-            num_blocks=len(blocks),
-            num_tokens=len(blocks) * self.block_size_tokens,
-            uses=node.uses,
-            age_ticks=self._blocks.tick - node.last_used,
-            is_pinned=node.num_pins > 0,
-            block_hash=node.block_hash,
-        )

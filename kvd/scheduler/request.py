@@ -32,6 +32,7 @@ class Request:
         "credit",
         "ended_choices",
         "first_run_s",
+        "has_failed_load",
         "has_used_cache",
         "is_internal",
         "is_over",
@@ -79,6 +80,8 @@ class Request:
         """Since when it has lacked credit."""
         self.submitted_s = submitted_s
         self.first_run_s: float | None = None
+        self.has_failed_load = False
+        """A load that it waited for failed: it does not ask the disk again."""
         self.has_used_cache = False
         self.cached_tokens = 0
         self.restored_tokens = 0
@@ -96,6 +99,16 @@ class Request:
     def has_credit(self) -> bool:
         return self.credit > 0 or self.is_internal
 
+    def note_cached(self, table: BlockTable) -> None:
+        """Take what ``table``, with which the request first runs or loses its first plan, was given by the cache.
+
+        A request planned anew may have used blocks for the first time in its earlier plan, and match fewer now.
+        """
+        if self.first_run_s is None:
+            cached = self.cached_tokens = table.num_cached_tokens
+            self.restored_tokens = min(cached, max(self.restored_tokens, table.num_restored_tokens))
+            self.recomputed_tokens = min(cached - self.restored_tokens, max(self.recomputed_tokens, table.num_recomputed_tokens))
+
 
 class Sequence:
     """One choice. *Seated* while it has a block table. Compared by identity.
@@ -106,6 +119,7 @@ class Sequence:
 
     __slots__ = (
         "choice",
+        "has_asked_disk",
         "is_over",
         "last_step",
         "leaving",
@@ -138,6 +152,8 @@ class Sequence:
         self.num_slots = num_samples
         """Running places that it takes: its own, and those of the choices to be forked from it."""
         self.table: BlockTable | None = None
+        self.has_asked_disk = False
+        """The cold tier was asked for this plan."""
         self.row = -1
         self.num_blocks_sent = 0
         self.last_step = 0
@@ -160,3 +176,4 @@ class Sequence:
         self.num_total = self.num_known
         self.num_computed = 0
         self.num_blocks_sent = 0
+        self.has_asked_disk = False

@@ -113,11 +113,13 @@ class Roster:
             sequence.leaving = why
         self.withdraw([node for node in sequence.table.fills if node not in self.computing])
 
-    def withdraw(self, nodes: list[Node]) -> None:
-        """These nodes will not be filled; those who waited for them are planned anew."""
-        for table in self._cache.fail_fill(nodes):
+    def withdraw(self, nodes: list[Node]) -> list[Sequence]:
+        """These nodes will not be filled; those who waited for them are planned anew, and are returned."""
+        followers = [self._seats[table] for table in self._cache.fail_fill(nodes)]
+        for sequence in followers:
             self.num_replanned += 1
-            self.retire(self._seats[table], Leaving.REPLANNED)
+            self.retire(sequence, Leaving.REPLANNED)
+        return followers
 
     def preempt(self, request: Request) -> None:
         """All of a request's sequences give up their blocks."""
@@ -138,6 +140,7 @@ class Roster:
         assert table is not None, "only a seated sequence leaves"
         del self._leaving[sequence]
         del self._seats[table]
+        sequence.request.note_cached(table)
         self._cache.release(table)
         sequence.table = None
         sequence.leaving = None

@@ -18,8 +18,9 @@ from kvd.commands import Event, RequestFailed, Submit
 from kvd.config import SchedulerConfig
 from kvd.scheduler.admission import clamp_max_tokens, refuse
 from kvd.scheduler.ending import Endings
+from kvd.scheduler.loads import Loads
 from kvd.scheduler.plan import StepPlan
-from kvd.scheduler.ports import Clock
+from kvd.scheduler.ports import Clock, ColdTier
 from kvd.scheduler.preemption import choose_victim
 from kvd.scheduler.request import Leaving, Request, Sequence
 from kvd.scheduler.roster import Roster
@@ -44,6 +45,7 @@ class Scheduler:
         *,
         namespace_of: Callable[[bytes, bytes], Namespace],
         max_model_len: int,
+        cold_tier: ColdTier | None = None,
     ) -> None:
         self._config = config
         self._cache = cache
@@ -51,6 +53,7 @@ class Scheduler:
         self._namespace_of = namespace_of
         self._max_model_len = max_model_len
         self._roster = Roster(cache, config.max_running)
+        self._loads = Loads(cache, self._roster, cold_tier, int(cache.num_blocks * config.max_loading_fraction))
         self._counters: Counter[str] = Counter()
         self._endings = Endings(self._roster, clock, self._counters)
         self._requests = self._endings.requests
@@ -87,6 +90,9 @@ class Scheduler:
         return counts | {
             "preemptions": self._roster.num_preemptions,
             "replanned": self._roster.num_replanned,
+            "loads": self._loads.num_loads,
+            "failed_loads": self._loads.num_failed,
+            "loading_blocks": self._loads.num_blocks,
             "running": self.num_running,
             "waiting": self.num_waiting,
             "stalled": self.num_stalled,
@@ -279,6 +285,7 @@ class Scheduler:
         plan.copy(sequence, copies)
         self._note_fills(plan, sequence, target)
         if request.first_run_s is None:
+            request.note_cached(table)
             request.first_run_s = self._clock.monotonic()
         self._counters["prefill_tokens" if sequence.num_computed < request.num_prompt_tokens else "decode_tokens"] += num_tokens
         sequence.num_computed = target
@@ -311,8 +318,10 @@ class Scheduler:
                     continue
                 return
             request = sequence.request
+            match = cache.match(bytes(sequence.tokens), request.namespace)
+            self._loads.begin(sequence, match)
             table = cache.allocate(
-                cache.match(bytes(sequence.tokens), request.namespace),
+                match,  # walked again if a load has put nodes behind it
                 sequence.num_known,
                 origin=request.origin,
                 counts_use=not (request.is_internal or request.has_used_cache),
@@ -325,15 +334,7 @@ class Scheduler:
                     self._fail_for_lack_of_blocks(sequence, sequence.num_known)
                     continue
                 return
-            if request.first_run_s is None:
-                request.has_used_cache = True
-                request.cached_tokens = table.num_cached_tokens
-                # a request planned anew may have used blocks for the first time in its earlier plan, and match fewer now
-                cached = request.cached_tokens
-                request.restored_tokens = min(cached, max(request.restored_tokens, table.num_restored_tokens))
-                request.recomputed_tokens = min(
-                    cached - request.restored_tokens, max(request.recomputed_tokens, table.num_recomputed_tokens)
-                )
+            request.has_used_cache = True
             roster.seat(sequence, table)
             self._run_chunk(plan, sequence)
 
@@ -415,6 +416,11 @@ class Scheduler:
                 self._endings.fail(sequence.request, ErrorCode.ENGINE_ERROR, message)
         return self._settle()
 
+    def on_load_done(self, load_id: int, num_loaded: int) -> list[Event]:
+        """A load that the scheduler started is over; the first ``num_loaded`` of its blocks are in the pool."""
+        self._loads.end(load_id, num_loaded)
+        return self._settle()
+
     def _collect(self, step: SchedulerOutput) -> list[Node]:
         """The step is no longer in flight; what it was filling."""
         oldest, fills = self._in_flight.popleft()
@@ -466,6 +472,7 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Audit every place and count, the cache's besides."""
         self._roster.check_invariants(list(self._requests.values()))
+        self._loads.check_invariants()
         self._cache.check_invariants()
         assert self._roster.num_seated == self._cache.num_tables, "a block table belongs to nobody"
         in_flight = {node for _, fills in self._in_flight for node in fills}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, deque
 
+from cold_disk import ColdDisk
 from content_executor import ContentExecutor
 from stream_checker import FakeClock, StreamChecker, namespace_of
 
@@ -16,7 +17,7 @@ from kvd.types import pack_tokens
 
 
 class Simulation:
-    def __init__(self, *, num_blocks=14, block_size=2, max_in_flight=1, max_model_len=24, vocab=2, max_pinned_fraction=0.3, **config):
+    def __init__(self, *, num_blocks=14, block_size=2, max_in_flight=1, max_model_len=24, vocab=2, max_pinned_fraction=0.3, disk=False, **config):
         config = {
             "max_running": 5,
             "max_waiting": 12,
@@ -31,8 +32,13 @@ class Simulation:
             num_blocks=num_blocks, block_size_tokens=block_size, free_watermark=0.2, max_pinned_fraction=max_pinned_fraction
         )
         self.clock = FakeClock()
-        self.scheduler = Scheduler(self.config, self.cache, self.clock, namespace_of=namespace_of, max_model_len=max_model_len)
         self.executor = ContentExecutor(num_blocks, block_size, self.config.max_running, vocab)
+        self.disk = ColdDisk(self.executor.pool) if disk else None
+        self.scheduler = Scheduler(
+            self.config, self.cache, self.clock, namespace_of=namespace_of, max_model_len=max_model_len, cold_tier=self.disk
+        )
+        if self.disk is not None:
+            self.disk.post = self.end_load
         self.checker = StreamChecker(max_model_len, vocab)
         self.max_in_flight = max_in_flight
         self.in_flight = deque()
@@ -50,6 +56,19 @@ class Simulation:
 
     def heard(self, request_id):
         return self.checker.requests[request_id].heard
+
+    def end_load(self, load_id, num_loaded):
+        self.checker.take(self.scheduler.on_load_done(load_id, num_loaded))
+        self.hear_cache()
+
+    def read(self, num_blocks=1000):
+        """Let the disk read, if there is one."""
+        if self.disk is not None:
+            self.disk.read(num_blocks)
+
+    def evict_all(self):
+        self.cache._blocks.evict(self.cache.num_blocks)
+        self.hear_cache()
 
     def abort(self, request_id):
         self.checker.take(self.scheduler.abort(request_id))
@@ -108,6 +127,8 @@ class Simulation:
                 content = list(self.executor.pool[event.block_id])
                 assert b"nan" not in content, "a failed row's block entered the tree"
                 self.stored[event.block_hash] = (event.block_id, content)
+                if self.disk is not None:
+                    self.disk.keep(event, content)
             elif isinstance(event, BlockRemoved):
                 assert self.stored.pop(event.block_hash)[0] == event.block_id
         for block, content in self.stored.values():
@@ -128,11 +149,14 @@ class Simulation:
             if not self.scheduler.has_work():
                 break
             self.round()
+            self.read(1)
         assert not self.checker.open(), "a request hangs"
         while self.in_flight:
             self.collect()
+        self.read()
         self.check()
         assert self.cache.num_used == 0
+        assert self.cache.num_transient == 0
         assert self.cache.num_free + self.cache.num_cached == self.cache.num_blocks
 
     def ends(self):

@@ -25,11 +25,21 @@ REQUESTS = {
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        max_in_flight=st.integers(1, 2), shape=st.sampled_from([(14, 2), (9, 2), (8, 4), (6, 4)]), budget=st.sampled_from([2, 7, 30])
+        max_in_flight=st.integers(1, 2),
+        shape=st.sampled_from([(14, 2), (9, 2), (8, 4), (6, 4)]),
+        budget=st.sampled_from([2, 7, 30]),
+        loading=st.sampled_from([None, 0.3, 1.0]),
     )
-    def begin(self, max_in_flight, shape, budget):
+    def begin(self, max_in_flight, shape, budget, loading):
         num_blocks, block_size = shape
-        self.sim = Simulation(num_blocks=num_blocks, block_size=block_size, max_in_flight=max_in_flight, max_tokens_per_step=budget)
+        self.sim = Simulation(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_in_flight=max_in_flight,
+            max_tokens_per_step=budget,
+            disk=loading is not None,
+            max_loading_fraction=loading or 0.0,
+        )
 
     @rule(prompt=prompts, **REQUESTS)
     def submit(self, prompt, **options):
@@ -74,6 +84,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_a_row(self, index):
         self.sim.executor.fail_row = lambda rows: rows[index] if index < len(rows) else None
         self.sim.submit_step()
+
+    @rule(num_blocks=st.integers(1, 4), what=st.sampled_from(["read", "read", "fail", "slower"]))
+    def disk(self, num_blocks, what):
+        if self.sim.disk is None:
+            return
+        if what == "read":
+            self.sim.read(num_blocks)
+        elif what == "fail":
+            self.sim.disk.fail()
+        else:
+            self.sim.disk.is_slower = num_blocks == 1
+
+    @rule()
+    def memory_is_wanted(self):
+        self.sim.evict_all()
 
     @rule(seconds=st.sampled_from([1.0, 31.0]))
     def time_passes(self, seconds):
@@ -127,6 +152,7 @@ def soak(seed, num_operations):
         max_in_flight=draw.choice([1, 2]),
         max_tokens_per_step=draw.choice([3, 7, 30]),
         max_running=draw.choice([3, 6, 10]),
+        disk=draw.random() < 0.7,
     )
     for _ in range(num_operations):
         chance = draw.random()
@@ -171,9 +197,15 @@ def soak(seed, num_operations):
             sim.cache.unpin(draw.choice("ab"))
         elif chance < 0.64:
             sim.cache.evict_to_watermark(draw.randint(1, 3))
-        elif chance < 0.7:
+        elif chance < 0.655:
+            sim.evict_all()
+        elif chance < 0.69:
+            sim.read(draw.randint(1, 4))
+        elif chance < 0.705 and sim.disk is not None:
+            sim.disk.fail()
+        elif chance < 0.73:
             sim.submit_step()
-        elif chance < 0.76:
+        elif chance < 0.77:
             sim.collect()
         else:
             sim.round()
@@ -192,6 +224,8 @@ def soak_all(seeds, num_operations):
         assert ends[code] > 0, f"the soak never saw {code}"
     assert stats["preemptions"] > 0
     assert stats["replanned"] > 0
+    assert stats["loads"] > 40
+    assert stats["failed_loads"] > 4
 
 
 def test_soak():
