@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvd.storage import schema
 from kvd.storage.schema import BadRowError
 from kvd.storage.staging import StagingBuffer
 from kvd.storage.store import BlockReader
@@ -14,17 +13,13 @@ MISSING = "missing"
 
 
 def read_checked(reader: BlockReader, groups: Sequence[KvGroup], block_hash: BlockHash, buffer: StagingBuffer, row: int) -> None:
-    """Copy a block's values into row ``row`` of ``buffer`` and check them there, where they will be used from.
+    """Bring a block's rows into row ``row`` of ``buffer`` and check them there, where they will be used from.
 
     Raises:
-        BadRowError: ``missing``, or as ``schema.check_block``.
+        BadRowError: ``missing``, or as ``Codec.read_block``.
     """
     for group in groups:
         value = reader.get(group.name, block_hash)
         if value is None:
             raise BadRowError(MISSING)
-        if len(value) != schema.value_bytes(group.row_bytes):
-            raise BadRowError("length")
-        memory = buffer.rows(group.name, 1, row)
-        memory[:] = value[schema.BLOCK_HEADER_BYTES : schema.BLOCK_HEADER_BYTES + group.row_bytes]
-        schema.check_block(value, block_hash, group.fingerprint, group.row_bytes, memory)
+        reader.codec.read_block(value, group, block_hash, buffer.rows(group.name, 1, row))

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvd.config import StorageConfig
-from kvd.storage.schema import value_bytes
+from kvd.storage.codec import PLAIN, Codec
+from kvd.storage.hot_blocks import WritePolicy
 from kvd.types import KvGroup
 
 _PAGE = 4096
@@ -47,9 +48,11 @@ class PlannerLimits:
     max_wanted: int
     block_bytes: int
     """What one block takes on disk, over all groups."""
+    write_policy: WritePolicy
+    write_dwell_s: float
 
 
-def plan_budget(config: StorageConfig, groups: Sequence[KvGroup]) -> Budget:
+def plan_budget(config: StorageConfig, groups: Sequence[KvGroup], codec: Codec = PLAIN) -> Budget:
     total = config.store_max_bytes
     wal_max_bytes = min(config.wal_max_bytes, total // 8)
     quarantine_max_bytes = total // 32
@@ -59,7 +62,7 @@ def plan_budget(config: StorageConfig, groups: Sequence[KvGroup]) -> Budget:
     return Budget(
         map_bytes=map_bytes,
         max_block_bytes=int((map_bytes - max_nodes * _NODE_DISK_BYTES) / _FRAGMENTATION),
-        block_bytes=sum(value_bytes(group.row_bytes) + 16 for group in groups),
+        block_bytes=sum(codec.value_bytes(group.row_bytes) + 16 for group in groups),
         commit_bytes=min(16 * _MIB, map_bytes // 16),
         max_nodes=max_nodes,
         wal_max_bytes=wal_max_bytes,

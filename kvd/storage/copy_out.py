@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvd.storage.ports import BlockIO, Clock, Leases, Ticket
+from kvd.storage.governor import Governor, HeldBy
+from kvd.storage.ports import BlockIO, Leases, Ticket
 from kvd.storage.staging import StagingBuffer, StagingPool
 from kvd.storage.store_thread import StagedBatch
 from kvd.types import BlockHash, BlockId, KvGroup
@@ -25,6 +26,7 @@ class Wanted:
 
     block_hash: BlockHash
     block_id: BlockId
+    root: BlockHash
 
 
 class CopyRequests:
@@ -41,41 +43,6 @@ class _Copy:
     wanted: list[Wanted]
     buffer: StagingBuffer
     tickets: list[Ticket]
-
-
-class Governor:
-    """How much may be copied now: bytes a second on average, nothing while the queue is deep."""
-
-    def __init__(self, *, bytes_per_s: int, burst_bytes: int, pause_queue_depth: int, clock: Clock) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._burst_bytes = burst_bytes
-        self._pause_queue_depth = pause_queue_depth
-        self._clock = clock
-        self._allowance = float(burst_bytes)
-        self._last_s = clock.monotonic()
-        self.queue_depth = 0
-        self.num_pauses = 0
-
-    @property
-    def is_paused(self) -> bool:
-        return 0 < self._pause_queue_depth < self.queue_depth
-
-    def delay_s(self, num_bytes: int) -> float:
-        """Seconds until ``num_bytes`` may be copied, as it looks now."""
-        return max(0.0, (num_bytes - self._allowance) / self._bytes_per_s - (self._clock.monotonic() - self._last_s))
-
-    def take(self, num_bytes: int) -> bool:
-        """Whether ``num_bytes`` may be copied now; counted if so."""
-        if self.is_paused:
-            self.num_pauses += 1
-            return False
-        now = self._clock.monotonic()
-        self._allowance = min(float(self._burst_bytes), self._allowance + (now - self._last_s) * self._bytes_per_s)
-        self._last_s = now
-        if self._allowance < num_bytes:
-            return False
-        self._allowance -= num_bytes
-        return True
 
 
 class CopyOut:
@@ -126,8 +93,12 @@ class CopyOut:
         """Take up finished copies and start at most one new one."""
         while self._copies and all(ticket.done() for ticket in self._copies[0].tickets):
             self._finish(self._copies.popleft())
-        if self._requests.wanted and len(self._copies) < _MAX_COPIES_IN_FLIGHT:
+        if not self._requests.wanted:
+            self._governor.let_go()
+        elif len(self._copies) < _MAX_COPIES_IN_FLIGHT:
             self._begin()
+        else:
+            self._governor.hold(HeldBy.IN_FLIGHT)
 
     def _begin(self) -> None:
         if self._is_dead:
@@ -138,6 +109,7 @@ class CopyOut:
             return
         buffer = self._staging.take()
         if buffer is None:
+            self._governor.hold(HeldBy.STAGING)
             return
         leased: list[Wanted] = []
         gone: list[BlockHash] = []
@@ -149,6 +121,10 @@ class CopyOut:
                 leased.append(each)
             else:
                 gone.append(each.block_hash)
+        if self._requests.wanted:
+            self._governor.hold(HeldBy.IN_FLIGHT)  # a step's share
+        else:
+            self._governor.let_go()
         if gone:
             self._on_returned(gone, False)
         if not leased:
@@ -176,7 +152,7 @@ class CopyOut:
             self._on_returned(list(hashes), True)
             return
         self.num_copied_bytes += len(hashes) * self._block_bytes
-        self._on_staged(StagedBatch(hashes, copy.buffer))
+        self._on_staged(StagedBatch(hashes, tuple(each.root for each in copy.wanted), copy.buffer))
 
     def _end_leases(self, wanted: list[Wanted]) -> None:
         for each in wanted:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from kvd.storage import schema
 from kvd.storage.node_index import NodeIndex
 from kvd.storage.store_thread import Changes, StoreThread
 from kvd.wal.writer import WalWriter
@@ -42,13 +41,10 @@ class Handover:
         index = self._index
         assert self.store is not None
         self.number += 1
-        namespaces = [
-            (root, schema.pack_namespace(index.namespaces[root]) if root in index.namespaces else None) for root in index.dirty_namespaces
-        ]
         changes = Changes(
             number=self.number,
             applied_lsn=self._wal.last_lsn,
-            namespaces=namespaces,
+            namespaces=[(root, index.namespaces.get(root)) for root in index.dirty_namespaces],
             nodes=[node.row() for node in index.dirty.values()],
             removed_nodes=list(index.removed),
             dropped_blocks=list(index.dropped_bytes),

@@ -7,18 +7,25 @@ starting thread, then the planner's).
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 
 from kvd.cache.hashing import Namespace, block_hash
 from kvd.storage import schema
-from kvd.storage.schema import BadRowError, NodeRow
+from kvd.storage.codec import PLAIN, Codec
+from kvd.storage.schema import NodeRow
 from kvd.types import TOKEN_BYTES, BlockHash, BlockId, KvGroup
 from kvd.wal.record import Forget, Insert, Pin, Record, Unpin
 
 _HALF_COST_TOKENS = 4096
 """A position's attention costs as much as its linear layers at about this context: the recompute cost of a block grows with its depth."""
 
+_SPARE_EXPIRY_ENTRIES = 1024
+
 _NO_BLOCK = BlockId(-1)
+
+Rank = tuple[bool, float]
+"""What expires first sorts first: whether it is pinned, and its worth."""
 
 
 class IndexNode:
@@ -35,6 +42,7 @@ class IndexNode:
         "last_use_unix_s",
         "num_children",
         "num_pins",
+        "num_stored_children",
         "origin",
         "parent",
         "queued",
@@ -56,6 +64,7 @@ class IndexNode:
         self.block_id = _NO_BLOCK
         self.stored_bytes = 0
         self.num_children = 0
+        self.num_stored_children = 0
         self.num_pins = 0
         self.queued = False
         self.is_suspect = False
@@ -82,8 +91,14 @@ class IndexNode:
 class NodeIndex:
     """Nodes, namespaces and pins, and what of them the store does not know yet (``dirty`` and ``removed``)."""
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes: int, *, uses_half_life_s: float = 86400.0, now_unix_s: int = 0) -> None:
+        """``now_unix_s``: when it is filled; what is said to be used later than that was used under a wrong clock. 0: unknown."""
         self._block_bytes = max(1, block_bytes)
+        self._half_life_s = uses_half_life_s
+        self._now_unix_s = now_unix_s
+        self._expiry: list[tuple[Rank, BlockHash]] | None = None
+        """A heap of what is on disk without anything below it, made when something has to expire for the first time. An entry may be out of date: the block
+        is no longer such a leaf, or worth more by now. It is looked at when it comes up."""
         self.nodes: dict[BlockHash, IndexNode] = {}
         self.namespaces: dict[BlockHash, Namespace] = {}
         self.pins: dict[str, BlockHash] = {}
@@ -92,8 +107,8 @@ class NodeIndex:
         self.dirty: dict[BlockHash, IndexNode] = {}
         self.removed: set[BlockHash] = set()
         self.dropped_bytes: set[BlockHash] = set()
-        self.dropped_keys: set[bytes] = set()
-        """Keys of block bytes that no node stands for."""
+        self.dropped_keys: set[tuple[bytes, bytes]] = set()
+        """(database, key) of rows that stand for nothing: damaged ones, bytes that no node stands for."""
         self.dirty_namespaces: set[BlockHash] = set()
         self.dirty_pins: set[str] = set()
 
@@ -110,7 +125,8 @@ class NodeIndex:
                 num_orphans += 1
                 self.removed.add(row.block_hash)
                 continue
-            node.uses, node.last_use_unix_s, node.origin = row.uses, row.last_use_unix_s, row.origin
+            last_use_unix_s = min(row.last_use_unix_s, self._now_unix_s) if self._now_unix_s else row.last_use_unix_s
+            node.uses, node.last_use_unix_s, node.origin = row.uses, last_use_unix_s, row.origin
         for name, leaf in pins:
             if leaf in self.nodes:
                 self._pin(name, leaf)
@@ -152,6 +168,7 @@ class NodeIndex:
             node = self._add(key, root, parent, token_ids)
             if node is not None:
                 node.uses = 1
+                node.last_use_unix_s = self._now_unix_s
                 self.dirty[key] = node
                 self.removed.discard(key)
         return node
@@ -169,20 +186,15 @@ class NodeIndex:
         self.nodes[key] = node
         return node
 
-    def load_stored(self, keys: Iterable[bytes], groups: Sequence[KvGroup]) -> None:
+    def load_stored(self, keys: Iterable[bytes], groups: Sequence[KvGroup], codec: Codec = PLAIN) -> None:
         """Take which blocks have their bytes on disk: those whose every group has. The rest is marked for removal."""
-        names = {group.name for group in groups}
+        names = [group.name for group in groups]
         found: dict[BlockHash, int] = {}
-        for key in keys:
-            try:
-                group, block_hash = schema.split_block_key(key)
-            except BadRowError:
-                self.dropped_keys.add(key)
-                continue
-            if group in names and block_hash in self.nodes:
-                found[block_hash] = found.get(block_hash, 0) + 1
+        for key, place in codec.find_blocks(keys, names, self.nodes):
+            if place is None:
+                self.dropped_keys.add((schema.DB_BLOCKS, key))
             else:
-                self.dropped_keys.add(key)
+                found[place[1]] = found.get(place[1], 0) + 1
         for block_hash, num_groups in found.items():
             if num_groups == len(names):
                 self.set_stored(self.nodes[block_hash], self._block_bytes)
@@ -208,6 +220,7 @@ class NodeIndex:
         self.dirty_pins.add(name)
         for node in self.nodes[leaf].chain():
             node.num_pins -= 1
+            self._offer(node)
 
     def _pin(self, name: str, leaf: BlockHash) -> None:
         self.pins[name] = leaf
@@ -218,26 +231,35 @@ class NodeIndex:
 
     def set_stored(self, node: IndexNode, num_bytes: int) -> None:
         """The node's bytes are durable."""
-        if node.stored_bytes:
-            self.stored_bytes -= node.stored_bytes
-            self.num_stored -= 1
+        self._count_out(node)
         node.stored_bytes = num_bytes
         self.stored_bytes += num_bytes
         self.num_stored += 1
+        if node.parent is not None:
+            node.parent.num_stored_children += 1
         self.dropped_bytes.discard(node.block_hash)
+        self._offer(node)
 
     def drop_bytes(self, node: IndexNode) -> None:
         """The node's bytes are to leave the disk."""
         self.dropped_bytes.add(node.block_hash)
-        if node.stored_bytes:
-            self.stored_bytes -= node.stored_bytes
-            self.num_stored -= 1
-            node.stored_bytes = 0
+        self._count_out(node)
+
+    def _count_out(self, node: IndexNode) -> None:
+        if not node.stored_bytes:
+            return
+        self.stored_bytes -= node.stored_bytes
+        self.num_stored -= 1
+        node.stored_bytes = 0
+        if node.parent is not None:
+            node.parent.num_stored_children -= 1
+            self._offer(node.parent)
 
     def forget_stored(self) -> None:
         """The generation is gone: nothing is on disk, and everything has to be written again."""
         for node in self.nodes.values():
-            node.stored_bytes = 0
+            node.stored_bytes = node.num_stored_children = 0
+        self._expiry = None
         self.num_stored = self.stored_bytes = 0
         self.dirty = dict(self.nodes)
         self.removed.clear()
@@ -249,55 +271,66 @@ class NodeIndex:
     # -------------------------------------------------------------------------------- worth
 
     def value(self, node: IndexNode) -> float:
-        """What keeping the node's bytes is worth: uses × recompute cost ÷ bytes."""
+        """What keeping the node's bytes is worth: the base-2 logarithm of decayed uses × recompute cost ÷ bytes, up to a term that all nodes share.
+
+        Uses lose half their weight in each half-life since the last one. So the order of two nodes changes only when one is used: u · 2^((l - now) / h) sorts as
+        log2(u) + l / h does, whatever ``now`` is.
+        """
+        if not node.uses:
+            return -math.inf
         position = node.depth * (len(node.token_ids) // TOKEN_BYTES)
-        return node.uses * (1.0 + position / _HALF_COST_TOKENS) / self._block_bytes
+        return math.log2(node.uses * (1.0 + position / _HALF_COST_TOKENS) / self._block_bytes) + node.last_use_unix_s / self._half_life_s
 
-    def rank(self, node: IndexNode) -> tuple[bool, float, int]:
+    def rank(self, node: IndexNode) -> Rank:
         """Sort key, the least valuable first; pins last."""
-        return (node.num_pins > 0, self.value(node), node.last_use_unix_s)
+        return (node.num_pins > 0, self.value(node))
 
-    def expire_bytes(self, num_bytes: int, below: tuple[bool, float, int] | None = None) -> int:
+    def expire_bytes(self, num_bytes: int, below: Rank | None = None) -> int:
         """Drop the bytes of the least valuable blocks, leaves of what is on disk first, until ``num_bytes`` are freed.
 
-        ``below``: only of blocks that rank under it. Returns the bytes that were freed.
+        ``below``: only of blocks that rank under it. Returns the bytes that were freed. Costs O(log n) a block, but for the first time.
         """
-        stored_children: dict[BlockHash, int] = {}
-        stored = [node for node in self.nodes.values() if node.stored_bytes]
-        for node in stored:
-            if node.parent is not None:
-                key = node.parent.block_hash
-                stored_children[key] = stored_children.get(key, 0) + 1
-        heap = [(*self.rank(node), node.block_hash) for node in stored if not stored_children.get(node.block_hash)]
-        heapq.heapify(heap)
+        if self._expiry is None or len(self._expiry) > 2 * self.num_stored + _SPARE_EXPIRY_ENTRIES:
+            self._expiry = [
+                (self.rank(node), key) for key, node in self.nodes.items() if node.stored_bytes and not node.num_stored_children
+            ]
+            heapq.heapify(self._expiry)
+        heap = self._expiry
         num_freed = 0
         while heap and num_freed < num_bytes:
-            *rank, key = heapq.heappop(heap)
-            if below is not None and tuple(rank) >= below:
+            rank, key = heap[0]
+            node = self.nodes.get(key)
+            if node is None or not node.stored_bytes or node.num_stored_children:
+                heapq.heappop(heap)
+                continue
+            now_rank = self.rank(node)
+            if now_rank > rank:
+                heapq.heapreplace(heap, (now_rank, key))
+                continue
+            if below is not None and rank >= below:
                 break
-            node = self.nodes[key]
+            heapq.heappop(heap)
             num_freed += node.stored_bytes
             self.drop_bytes(node)
-            parent = node.parent
-            if parent is None:
-                continue
-            stored_children[parent.block_hash] -= 1
-            if parent.stored_bytes and not stored_children[parent.block_hash]:
-                heapq.heappush(heap, (*self.rank(parent), parent.block_hash))
         return num_freed
+
+    def _offer(self, node: IndexNode) -> None:
+        """The node may have become a leaf of what is on disk, or be worth less than before."""
+        if self._expiry is not None and node.stored_bytes and not node.num_stored_children:
+            heapq.heappush(self._expiry, (self.rank(node), node.block_hash))
 
     def trim(self, max_nodes: int) -> int:
         """Remove the least valuable leaves that are neither in memory nor on disk nor pinned, down to ``max_nodes``; how many went."""
         excess = len(self.nodes) - max_nodes
-        heap = [(*self.rank(node), key) for key, node in self.nodes.items() if self._is_expendable(node)] if excess > 0 else []
+        heap = [(self.rank(node), key) for key, node in self.nodes.items() if self._is_expendable(node)] if excess > 0 else []
         heapq.heapify(heap)
         num_removed = 0
         while heap and num_removed < excess:
-            node = self.nodes[heapq.heappop(heap)[3]]
+            node = self.nodes[heapq.heappop(heap)[1]]
             self._remove(node)
             num_removed += 1
             if node.parent is not None and self._is_expendable(node.parent):
-                heapq.heappush(heap, (*self.rank(node.parent), node.parent.block_hash))
+                heapq.heappush(heap, (self.rank(node.parent), node.parent.block_hash))
         if num_removed:
             live = {node.root for node in self.nodes.values()}
             for root in [root for root in self.namespaces if root not in live]:

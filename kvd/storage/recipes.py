@@ -9,9 +9,6 @@ A write that fails takes back what it got done. Changes that arrive while a writ
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
 import struct
 import threading
 from dataclasses import dataclass
@@ -22,11 +19,13 @@ import msgspec
 from crc32c import crc32c
 
 from kvd.commands import Recipe, RecipeDurable
-from kvd.observe.failpoints import declare, failpoint
-from kvd.storage.errors import RecipesUnreadableError, UnknownFormatError
+from kvd.observe.failpoints import declare
+from kvd.storage.codec import PLAIN, Codec
+from kvd.storage.errors import RecipesUnreadableError
 from kvd.storage.ports import Log, StorageInbox
-from kvd.wal.durable import read_regular, remove_any, replace_file, sync_directory
-from kvd.wal.quarantine import QUARANTINE_NAME, set_aside
+from kvd.storage.schema import BadRowError, check_format
+from kvd.storage.two_copies import COPIES, CopyDamagedError, Found, TwoCopies
+from kvd.wal.durable import read_regular
 
 declare(
     "recipes.before_sync",
@@ -44,62 +43,24 @@ FORMAT_VERSION = 1
 MAX_RECIPES = 4096
 MAX_NESTING = 100
 """Levels of lists and maps in a recipe: far below what a decoder's stack bears, at a start as well."""
-COPIES = 2
 _MAGIC = b"KVDRCP\r\n"
 _HEADER = struct.Struct("<8sIQQ")
 _CRC = struct.Struct("<I")
-_NAME = re.compile(r"^recipes\.(\d+)$")
-_POINTS = (
-    ("recipes.before_sync", "recipes.before_rename", "recipes.after_rename"),
-    ("recipes.copy.before_sync", "recipes.copy.before_rename", "recipes.copy.after_rename"),
-)
-_QUARANTINE_MAX_BYTES = 64 << 20
 _RETRY_S = 10.0
-_DECODING_FAILURES = (msgspec.MsgspecError, RecursionError, ValueError, TypeError, ArithmeticError)
+_DECODING_FAILURES = (BadRowError, msgspec.MsgspecError, RecursionError, ValueError, TypeError, ArithmeticError)
 
 
-class RecipeFileError(Exception):
+class RecipeFileError(CopyDamagedError):
     """A generation that is damaged."""
 
 
-@dataclass(frozen=True, slots=True)
-class DamagedRecipes:
-    """A file that can't be used, and why."""
-
-    path: Path
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
-
-
-@dataclass(frozen=True, slots=True)
-class RecipeGenerations:
-    """What was found: the recipes of the newest readable generation, its number (0: none yet), and the damaged files.
-
-    ``highest`` is the highest number in use, ``num_files`` the number of files, ``num_copies`` of those that hold ``recipes``.
-    """
-
-    recipes: dict[str, Recipe]
-    generation: int
-    highest: int
-    num_files: int
-    num_copies: int
-    damaged: tuple[DamagedRecipes, ...]
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether there are exactly the copies that an acknowledged change leaves."""
-        return self.num_files == self.num_copies and self.num_copies in {0, COPIES}
-
-
-def encode_recipes(generation: int, recipes: dict[str, Recipe]) -> bytes:
-    payload = msgspec.msgpack.encode(list(recipes.values()))
-    body = _HEADER.pack(_MAGIC, FORMAT_VERSION, generation, len(payload)) + payload
+def encode_recipes(generation: int, recipes: dict[str, Recipe], codec: Codec = PLAIN) -> bytes:
+    payload = codec.pack_recipes(generation, list(recipes.values()))
+    body = _HEADER.pack(_MAGIC, codec.format_of(FORMAT_VERSION), generation, len(payload)) + payload
     return body + _CRC.pack(crc32c(body))
 
 
-def decode_recipes(data: bytes) -> tuple[int, dict[str, Recipe]]:
+def decode_recipes(data: bytes, codec: Codec = PLAIN) -> tuple[int, dict[str, Recipe]]:
     """Generation and recipes of a file.
 
     Raises:
@@ -111,32 +72,28 @@ def decode_recipes(data: bytes) -> tuple[int, dict[str, Recipe]]:
     magic, version, generation, length = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise RecipeFileError("it is no recipes file")
-    if version != FORMAT_VERSION:
-        raise UnknownFormatError(f"recipes of format {version}; this version reads format {FORMAT_VERSION}")
+    check_format("recipes", version, codec.format_of(FORMAT_VERSION))
     payload = data[_HEADER.size : -_CRC.size]
     if len(payload) != length:
         raise RecipeFileError("its length is not what it says")
     try:
-        recipes = msgspec.msgpack.decode(payload, type=list[Recipe])
+        recipes = codec.unpack_recipes(generation, payload)
     except _DECODING_FAILURES as error:
         raise RecipeFileError(f"it does not decode: {error}") from error
     return generation, {recipe.name: recipe for recipe in recipes}
 
 
+def recipe_files(state_dir: Path) -> TwoCopies:
+    """The two files of the recipes."""
+    return TwoCopies(state_dir, RECIPES_NAME)
+
+
 def list_recipe_files(state_dir: Path) -> list[tuple[int, Path]]:
-    """The (generation, path) of everything under a recipes file's name, newest first.
-
-    Raises:
-        OSError: the directory can't be listed.
-    """
-    directory = state_dir / RECIPES_NAME
-    if not os.path.lexists(directory):
-        return []
-    paths = list(directory.iterdir())
-    return sorted(((int(match[1]), path) for path in paths if (match := _NAME.match(path.name))), reverse=True)
+    """As ``TwoCopies.files``."""
+    return recipe_files(state_dir).files()
 
 
-def read_recipe_file(generation: int, path: Path) -> dict[str, Recipe]:
+def read_recipe_file(generation: int, path: Path, codec: Codec = PLAIN) -> dict[str, Recipe]:
     """The recipes of one file.
 
     Raises:
@@ -144,97 +101,41 @@ def read_recipe_file(generation: int, path: Path) -> dict[str, Recipe]:
         UnknownFormatError: whole, but of another format.
         OSError: it can't be read, or is no regular file.
     """
-    found, recipes = decode_recipes(read_regular(path))
+    return _decode(generation, read_regular(path), codec)
+
+
+def _decode(generation: int, data: bytes, codec: Codec) -> dict[str, Recipe]:
+    found, recipes = decode_recipes(data, codec)
     if found != generation:
         raise RecipeFileError(f"it says generation {found}")
     return recipes
 
 
-def read_recipes(state_dir: Path) -> RecipeGenerations:
-    """The newest readable generation.
+def read_recipes(state_dir: Path, codec: Codec = PLAIN) -> Found[dict[str, Recipe]]:
+    """The newest readable generation; its ``value`` is None if there is none yet.
 
     Raises:
         RecipesUnreadableError: there are some, and none can be read; or it can't be told.
         UnknownFormatError: the newest whole one is of another format.
     """
     try:
-        files = list_recipe_files(state_dir)
+        found = recipe_files(state_dir).read(lambda number, data: _decode(number, data, codec))
     except OSError as error:
         raise RecipesUnreadableError(f"the recipes (pins) can't be listed: {error}") from error
-    newest: dict[str, Recipe] | None = None
-    generation = num_copies = 0
-    damaged: list[DamagedRecipes] = []
-    for number, path in files:
-        try:
-            recipes = read_recipe_file(number, path)
-        except (RecipeFileError, OSError) as error:
-            if not os.path.lexists(path):
-                return read_recipes(state_dir)  # a live daemon has written newer ones meanwhile
-            damaged.append(DamagedRecipes(path, str(error)))
-            continue
-        except UnknownFormatError as error:
-            if newest is None:
-                raise
-            damaged.append(DamagedRecipes(path, str(error)))
-            continue
-        if newest is None:
-            newest, generation = recipes, number
-        num_copies += recipes == newest
-    if files and newest is None:
+    if found.num_files and found.value is None:
         raise RecipesUnreadableError(
-            f"no generation of the recipes (pins) can be read: {'; '.join(map(str, damaged))}. Restore one, or remove them to lose the pins"
+            f"no generation of the recipes (pins) can be read: {'; '.join(map(str, found.damaged))}. Restore one, or remove them to lose the pins"
         )
-    return RecipeGenerations(newest or {}, generation, files[0][0] if files else 0, len(files), num_copies, tuple(damaged))
+    return found
 
 
-def write_copies(state_dir: Path, first: int, recipes: dict[str, Recipe]) -> None:
-    """Write ``recipes`` to the generations ``first`` and the next, both durable on return.
-
-    Raises:
-        OSError: it could not be written; what was, is taken back as far as possible.
-        Exception: the recipes can't be encoded; nothing was touched.
-    """
-    directory = state_dir / RECIPES_NAME
-    contents = [encode_recipes(first + copy, recipes) for copy in range(COPIES)]
-    directory.mkdir(mode=0o700, exist_ok=True)
-    try:
-        for copy, data in enumerate(contents):
-            replace_file(_path(state_dir, first + copy), data, points=_POINTS[copy])
-    except OSError:
-        with contextlib.suppress(OSError):
-            for copy in range(COPIES):
-                _path(state_dir, first + copy).unlink(missing_ok=True)
-            sync_directory(directory)
-        raise
-
-
-def restore_copies(state_dir: Path, found: RecipeGenerations) -> int:
+def restore_recipes(state_dir: Path, found: Found[dict[str, Recipe]], codec: Codec = PLAIN) -> int:
     """Make two files of what was found, and put damaged ones into quarantine; the number of the newest file.
 
     Raises:
         OSError: it could not be done; what was readable still is.
     """
-    if found.is_settled:
-        return found.highest
-    first = found.highest + 1
-    write_copies(state_dir, first, found.recipes)
-    for damaged in found.damaged:
-        failpoint("recipes.restore.before_quarantine")
-        set_aside(damaged.path, state_dir / QUARANTINE_NAME, _QUARANTINE_MAX_BYTES)
-    _remove_before(state_dir, first)
-    return first + COPIES - 1
-
-
-def _remove_before(state_dir: Path, first: int) -> None:
-    failpoint("recipes.before_unlink")
-    for number, path in list_recipe_files(state_dir):
-        if not first <= number < first + COPIES:
-            remove_any(path)
-    sync_directory(state_dir / RECIPES_NAME)
-
-
-def _path(state_dir: Path, generation: int) -> Path:
-    return state_dir / RECIPES_NAME / f"recipes.{generation}"
+    return recipe_files(state_dir).restore(found, lambda number: encode_recipes(number, found.value or {}, codec))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,19 +154,20 @@ class RecipeStore:
         RecipesUnreadableError, UnknownFormatError: as ``read_recipes``.
     """
 
-    def __init__(self, state_dir: Path, *, inbox: StorageInbox, log: Log) -> None:
-        self._state_dir = state_dir
+    def __init__(self, state_dir: Path, *, inbox: StorageInbox, log: Log, codec: Codec = PLAIN) -> None:
+        self._files = recipe_files(state_dir)
+        self._codec = codec
         self._inbox = inbox
         self._log = log
-        found = read_recipes(state_dir)
+        found = read_recipes(state_dir, codec)
         self.notes = tuple(f"a file of the recipes (pins) was set aside: {damaged}" for damaged in found.damaged)
         self.fault = ""
         for damaged in found.damaged:
             log.error("recipes.damaged", file=str(damaged), using_generation=found.generation)
-        self._durable = dict(found.recipes)
+        self._durable = dict(found.value or {})
         self._generation = found.highest
         try:
-            self._generation = restore_copies(state_dir, found)
+            self._generation = restore_recipes(state_dir, found, codec)
         except Exception as error:  # what could be read is served; the thread tries again
             self._generation += COPIES
             self._set_fault(error)
@@ -337,15 +239,15 @@ class RecipeStore:
         first = self._generation + 1
         self._generation += COPIES  # an attempt that failed may stand on disk all the same: its numbers are used up
         try:
-            write_copies(self._state_dir, first, recipes)
+            self._files.write(first, lambda number: encode_recipes(number, recipes, self._codec))
         except Exception as error:  # whoever waits is answered, whatever it was, and the thread lives on
             self._log.error("recipes.write_failed", error=repr(error))
-            if any(os.path.lexists(_path(self._state_dir, first + copy)) for copy in range(COPIES)):
+            if self._files.any_of(first):
                 self._set_fault(error)
             return str(error) or repr(error)
         self.fault = ""
         try:
-            _remove_before(self._state_dir, first)
+            self._files.remove_before(first)
         except OSError as error:  # they are older than both that count; the next change tries again
             self._log.warning("recipes.old_files_stay", error=str(error))
         return ""

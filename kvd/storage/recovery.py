@@ -14,6 +14,7 @@ from kvd.cache.hashing import Namespace, block_hash
 from kvd.commands import Recipe
 from kvd.storage import schema
 from kvd.storage.budget import Budget
+from kvd.storage.codec import PLAIN, Codec
 from kvd.storage.errors import StoreDamagedError, StoreFullError, UnknownFormatError
 from kvd.storage.generations import Generations
 from kvd.storage.node_index import NodeIndex
@@ -45,18 +46,27 @@ class Recovered:
         return LogPosition(max(self.applied_lsn, self.log.last_lsn) + 1, self.log.next_segment, self.log.num_bytes, self.log.last_lsns)
 
 
-def recover(state_dir: Path, budget: Budget, groups: Sequence[KvGroup], *, set_store_aside: bool, now_unix_s: int) -> Recovered:
+def recover(
+    state_dir: Path,
+    budget: Budget,
+    groups: Sequence[KvGroup],
+    *,
+    set_store_aside: bool,
+    now_unix_s: int,
+    uses_half_life_s: float,
+    codec: Codec = PLAIN,
+) -> Recovered:
     """Open the store, load the index from it, and replay the log onto the index.
 
     Raises:
         UnknownFormatError: CURRENT, the store or the log is of another format.
     """
-    generations = Generations(state_dir, map_bytes=budget.map_bytes, max_aside_bytes=budget.aside_max_bytes)
+    generations = Generations(state_dir, map_bytes=budget.map_bytes, max_aside_bytes=budget.aside_max_bytes, codec=codec)
     damage: list[str] = []
     if set_store_aside:
         damage.append("the last starts died early: the store was set aside unread")
     store, store_error = _open(generations, now_unix_s, set_aside=set_store_aside)
-    index, num_bad_rows = NodeIndex(budget.block_bytes), 0
+    index, num_bad_rows = NodeIndex(budget.block_bytes, uses_half_life_s=uses_half_life_s, now_unix_s=now_unix_s), 0
     if store is not None:
         try:
             num_bad_rows = load_index(index, store, groups)
@@ -64,7 +74,7 @@ def recover(state_dir: Path, budget: Budget, groups: Sequence[KvGroup], *, set_s
             damage.append(str(error))
             store.close()
             store, store_error = _open(generations, now_unix_s, set_aside=True)
-            index = NodeIndex(budget.block_bytes)
+            index = NodeIndex(budget.block_bytes, uses_half_life_s=uses_half_life_s, now_unix_s=now_unix_s)
     applied_lsn = store.meta.applied_lsn if store is not None else 0
 
     def apply(lsn: int, record: Record) -> None:
@@ -82,31 +92,34 @@ def load_index(index: NodeIndex, store: Store, groups: Sequence[KvGroup]) -> int
     Raises:
         StoreDamagedError: the store can't be read.
     """
-    bad: list[BlockHash] = []
+    codec, bad = store.codec, index.dropped_keys
+    num_bad_before = len(bad)
 
     def namespaces() -> Iterator[Namespace]:
-        for root, value in store.rows(schema.DB_NAMESPACES):
+        for key, value in store.rows(schema.DB_NAMESPACES):
             try:
-                yield schema.unpack_namespace(root, value)
+                yield codec.unpack_namespace(key, value)
             except BadRowError:
-                index.dirty_namespaces.add(BlockHash(root))
-                bad.append(BlockHash(root))
+                bad.add((schema.DB_NAMESPACES, key))
 
     def nodes() -> Iterator[NodeRow]:
         for key, value in store.rows(schema.DB_NODES):
             try:
-                yield schema.unpack_node(key, value)
+                yield codec.unpack_node(key, value)
             except BadRowError:
-                index.removed.add(BlockHash(key))
-                bad.append(BlockHash(key))
+                bad.add((schema.DB_NODES, key))
 
     def pins() -> Iterator[tuple[str, BlockHash]]:
-        for name, leaf in store.rows(schema.DB_PINS):
-            yield name.decode("utf-8", "replace"), BlockHash(leaf)
+        for key, value in store.rows(schema.DB_PINS):
+            try:
+                yield codec.unpack_pin(key, value)
+            except BadRowError:
+                bad.add((schema.DB_PINS, key))
 
     num_orphans = index.load(namespaces(), nodes(), pins())
-    index.load_stored(store.block_keys(), groups)
-    return num_orphans + len(bad)
+    num_bad = len(bad) - num_bad_before
+    index.load_stored(store.block_keys(), groups, codec)
+    return num_orphans + num_bad
 
 
 def adopt_recipes(index: NodeIndex, recipes: dict[str, Recipe], fingerprint: bytes, block_bytes: int) -> list[list[BlockHash]]:

@@ -26,6 +26,8 @@ from kvd.storage.errors import UnknownFormatError
 from kvd.types import BlockHash
 
 FORMAT_VERSION = 1
+SEALED = 256
+"""What is added to a format's version where the same content stands encrypted."""
 
 DB_META = b"meta"
 DB_NAMESPACES = b"namespaces"
@@ -85,12 +87,12 @@ class NodeRow:
     origin: str
 
 
-def pack_meta(meta: StoreMeta) -> bytes:
-    body = _META.pack(FORMAT_VERSION, meta.store_uuid, meta.generation, meta.applied_lsn, meta.written_unix_s, meta.clean)
+def pack_meta(meta: StoreMeta, format_version: int = FORMAT_VERSION) -> bytes:
+    body = _META.pack(format_version, meta.store_uuid, meta.generation, meta.applied_lsn, meta.written_unix_s, meta.clean)
     return body + _CRC.pack(crc32c(body))
 
 
-def unpack_meta(data: bytes) -> StoreMeta:
+def unpack_meta(data: bytes, format_version: int = FORMAT_VERSION) -> StoreMeta:
     """The meta row.
 
     Raises:
@@ -99,12 +101,24 @@ def unpack_meta(data: bytes) -> StoreMeta:
     """
     body = _checked(data, "meta")
     version = int.from_bytes(body[:4], "little")
-    if version != FORMAT_VERSION:
-        raise UnknownFormatError(f"a store of format {version}; this version reads format {FORMAT_VERSION}")
+    check_format("a store", version, format_version)
     if len(body) != _META.size:
         raise BadRowError("meta")
     _, store_uuid, generation, applied_lsn, written_unix_s, clean = _META.unpack(body)
     return StoreMeta(store_uuid, generation, applied_lsn, written_unix_s, bool(clean))
+
+
+def check_format(what: str, found: int, expected: int) -> None:
+    """Whether ``found``, the version that a whole file bears, is the expected one.
+
+    Raises:
+        UnknownFormatError: it is not; the message says so by name, and whether encryption is the difference.
+    """
+    if found == expected:
+        return
+    if found >= SEALED > expected:
+        raise UnknownFormatError(f"{what} of format {found}, which is encrypted, and no store_encryption_key_file is given")
+    raise UnknownFormatError(f"{what} of format {found}; this version reads format {expected}")
 
 
 def pack_namespace(namespace: Namespace) -> bytes:

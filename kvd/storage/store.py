@@ -17,11 +17,14 @@ from typing import Any
 import lmdb
 import lmdb.verify
 
+from kvd.cache.hashing import Namespace
 from kvd.observe.failpoints import declare, failpoint
 from kvd.storage import schema
-from kvd.storage.errors import StoreDamagedError, StoreFullError, StoreMapFullError, UnknownFormatError
+from kvd.storage.codec import PLAIN, Codec
+from kvd.storage.errors import StorageError, StoreBlockedError, StoreDamagedError, StoreFullError, StoreMapFullError, StorePanickedError
 from kvd.storage.schema import BadRowError, NodeRow, StoreMeta
 from kvd.types import BlockHash
+from kvd.wal.disk_faults import disk_bytes, errno_of, fault_sentence, is_passing
 from kvd.wal.durable import open_regular
 
 declare("store.before_put", "store.before_commit", "store.after_commit")
@@ -43,6 +46,7 @@ def check_data_file(path: Path) -> None:
 
     Raises:
         StoreDamagedError: it is missing, cut short or no LMDB 0.9 file.
+        StoreBlockedError: it can't be opened at the moment.
     """
     try:
         with open_regular(path) as file:
@@ -52,7 +56,8 @@ def check_data_file(path: Path) -> None:
             file.seek(metas[0][0])
             metas.append(_meta_page(path, file.read(_META_PAGE.size)))
     except OSError as error:
-        raise StoreDamagedError(f"{path} can't be read: {error}") from error
+        kind = StoreBlockedError if is_passing(error) else StoreDamagedError
+        raise kind(f"{path} can't be read: {fault_sentence(error)}") from error
     if metas[0][0] != metas[1][0]:
         raise StoreDamagedError(f"{path}: its two meta pages disagree on the page size")
     for page_bytes, last_page, _ in metas:
@@ -71,21 +76,20 @@ def _meta_page(path: Path, data: bytes) -> tuple[int, int, int]:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Turn what lmdb and the system raise into the two things that matter: full, or not to be trusted any more."""
+    """Turn what lmdb and the system raise into the things that matter: full, or blocked otherwise, or not to be trusted any more."""
     try:
         yield
     except lmdb.MapFullError as error:
-        raise StoreMapFullError("the store's map is full") from error
-    except lmdb.Error as error:
-        if any(os.strerror(number) in str(error) for number in _FULL_ERRNOS):
-            raise StoreFullError(str(error)) from error
-        raise StoreDamagedError(str(error)) from error
+        raise StoreMapFullError("map_full: the store's part of store_max_bytes is used up") from error
+    except lmdb.PanicError as error:
+        raise StorePanickedError(str(error)) from error
     except BadRowError as error:
         raise StoreDamagedError(f"the store's {error.reason} row is damaged") from error
-    except OSError as error:
-        if error.errno in _FULL_ERRNOS:
-            raise StoreFullError(str(error)) from error
-        raise StoreDamagedError(str(error)) from error
+    except (lmdb.Error, OSError) as error:
+        kind: type[StorageError] = StoreDamagedError
+        if is_passing(error):
+            kind = StoreFullError if errno_of(error) in _FULL_ERRNOS else StoreBlockedError
+        raise kind(fault_sentence(error)) from error
 
 
 class Store:
@@ -94,14 +98,23 @@ class Store:
     Args:
         directory: the generation's folder, with ``data.mdb``.
         map_bytes: the most that the file may grow to; never changed while open.
-        readonly: for tools; takes no write lock.
+        codec: how its keys and values become bytes.
+        readonly: nothing can be written.
+        lock: False where no other process may be writing, and lmdb's lock file can't be.
 
     Raises:
         StoreDamagedError: it must not be used.
+        StoreBlockedError: it can't be opened at the moment.
         UnknownFormatError: it is of another format.
     """
 
-    def __init__(self, directory: Path, map_bytes: int, *, readonly: bool = False, verify: bool = True) -> None:
+    def __init__(
+        self, directory: Path, map_bytes: int, *, codec: Codec = PLAIN, readonly: bool = False, lock: bool = True, verify: bool = True
+    ) -> None:
+        self.codec = codec
+        self.readonly = readonly
+        self.blocked_by = ""
+        """Why a start could open it for reading alone."""
         self._path = directory / DATA_NAME
         check_data_file(self._path)
         if verify:
@@ -119,6 +132,7 @@ class Store:
                 meminit=False,
                 mode=0o600,
                 readonly=readonly,
+                lock=lock,
                 create=False,
                 readahead=not readonly,
             )
@@ -126,16 +140,16 @@ class Store:
             with _translated():
                 self._dbs = {name: self._env.open_db(name, create=False) for name in schema.DATABASES}
                 self.meta = self._read_meta()
-        except (StoreDamagedError, UnknownFormatError):
+        except (StorageError, OSError):
             self._env.close()
             raise
 
     @classmethod
-    def create(cls, directory: Path, map_bytes: int, meta: StoreMeta) -> None:
+    def create(cls, directory: Path, map_bytes: int, meta: StoreMeta, codec: Codec = PLAIN) -> None:
         """Make an empty generation in the empty folder ``directory`` and close it; the caller renames the folder into place.
 
         Raises:
-            StoreFullError, StoreDamagedError: it could not be written.
+            StoreBlockedError, StoreDamagedError: it could not be written.
         """
         with _translated():
             env = lmdb.open(
@@ -144,7 +158,7 @@ class Store:
             try:
                 dbs = {name: env.open_db(name) for name in schema.DATABASES}
                 with env.begin(write=True) as txn:
-                    txn.put(schema.META_KEY, schema.pack_meta(meta), db=dbs[schema.DB_META])
+                    txn.put(schema.META_KEY, codec.pack_meta(meta), db=dbs[schema.DB_META])
                 env.sync(True)
             finally:
                 env.close()
@@ -152,16 +166,15 @@ class Store:
     def close(self) -> None:
         self._env.close()
 
-    def copy_compact(self, directory: Path) -> None:
-        """Write a copy without free pages into the empty folder ``directory``."""
-        with _translated():
-            self._env.copy(str(directory), compact=True)
-            (directory / DATA_NAME).chmod(0o600)
-
     @property
     def file_bytes(self) -> int:
         """Size of the data file."""
         return self._path.stat().st_size
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the data file takes on disk: pages that were counted and never written are holes."""
+        return disk_bytes(self._path)
 
     # -------------------------------------------------------------------------------- reading
 
@@ -183,14 +196,14 @@ class Store:
     def reading_blocks(self) -> Iterator[BlockReader]:
         """A read transaction over the blocks; keep it short, for it keeps freed pages from being used again."""
         with _translated(), self._env.begin(db=self._dbs[schema.DB_BLOCKS], buffers=True) as txn:
-            yield BlockReader(txn)
+            yield BlockReader(txn, self.codec)
 
     def _read_meta(self) -> StoreMeta:
         with self._env.begin(db=self._dbs[schema.DB_META]) as txn:
             data = txn.get(schema.META_KEY)
         if data is None:
             raise BadRowError("meta")
-        return schema.unpack_meta(data)
+        return self.codec.unpack_meta(data)
 
     # -------------------------------------------------------------------------------- writing
 
@@ -198,7 +211,7 @@ class Store:
         """A write transaction of this thread. It ends with ``commit`` or ``abort``.
 
         Raises:
-            StoreFullError, StoreDamagedError: none can be begun.
+            StoreBlockedError, StoreDamagedError: none can be begun.
         """
         with _translated():
             self._env.reader_check()  # a tool that was killed while reading would keep freed pages from being used again
@@ -220,13 +233,14 @@ class Store:
 class BlockReader:
     """Values of blocks, as views that end with their transaction."""
 
-    __slots__ = ("_txn",)
+    __slots__ = ("_txn", "codec")
 
-    def __init__(self, txn: Any) -> None:
+    def __init__(self, txn: Any, codec: Codec) -> None:
         self._txn = txn
+        self.codec = codec
 
     def get(self, group: str, block_hash: bytes) -> memoryview | None:
-        value = self._txn.get(schema.block_key(group, block_hash))
+        value = self._txn.get(self.codec.block_key(group, block_hash))
         return memoryview(value) if value is not None else None
 
     def items(self) -> Iterator[tuple[bytes, memoryview]]:
@@ -235,49 +249,51 @@ class BlockReader:
 
 
 class StoreTransaction:
-    """Changes that become durable together. Every method may raise ``StoreFullError`` or ``StoreDamagedError``; then ``abort``."""
+    """Changes that become durable together. Every method may raise ``StoreBlockedError`` or ``StoreDamagedError``; then ``abort``."""
 
-    __slots__ = ("_dbs", "_meta", "_store", "_txn", "num_bytes")
+    __slots__ = ("_codec", "_dbs", "_meta", "_store", "_txn", "num_bytes")
 
     def __init__(self, store: Store, txn: Any, dbs: dict[bytes, Any]) -> None:
         self._store = store
+        self._codec = store.codec
         self._txn = txn
         self._dbs = dbs
         self._meta = store.meta
         self.num_bytes = 0
 
-    def put_namespace(self, root: bytes, value: bytes) -> None:
-        self._put(root, value, schema.DB_NAMESPACES)
+    def put_namespace(self, namespace: Namespace) -> None:
+        self._put(self._codec.namespace_key(namespace.root), self._codec.pack_namespace(namespace), schema.DB_NAMESPACES)
 
     def delete_namespace(self, root: bytes) -> None:
-        self._delete(root, schema.DB_NAMESPACES)
+        self._delete(self._codec.namespace_key(root), schema.DB_NAMESPACES)
 
     def put_node(self, row: NodeRow) -> None:
-        self._put(row.block_hash, schema.pack_node(row), schema.DB_NODES)
+        self._put(self._codec.node_key(row.block_hash), self._codec.pack_node(row), schema.DB_NODES)
 
     def delete_node(self, block_hash: bytes) -> None:
-        self._delete(block_hash, schema.DB_NODES)
+        self._delete(self._codec.node_key(block_hash), schema.DB_NODES)
 
     def put_pin(self, name: str, leaf: BlockHash) -> None:
-        self._put(name.encode()[: schema.MAX_PIN_NAME_BYTES], leaf, schema.DB_PINS)
+        self._put(self._codec.pin_key(name), self._codec.pack_pin(name, leaf), schema.DB_PINS)
 
     def delete_pin(self, name: str) -> None:
-        self._delete(name.encode()[: schema.MAX_PIN_NAME_BYTES], schema.DB_PINS)
+        self._delete(self._codec.pin_key(name), schema.DB_PINS)
 
     def put_block(self, group: str, block_hash: bytes, value: memoryview) -> None:
         failpoint_translated("store.before_put")
-        self._put(schema.block_key(group, block_hash), value, schema.DB_BLOCKS)
+        self._put(self._codec.block_key(group, block_hash), value, schema.DB_BLOCKS)
         self.num_bytes += len(value)
 
     def delete_block(self, group: str, block_hash: bytes) -> None:
-        self._delete(schema.block_key(group, block_hash), schema.DB_BLOCKS)
+        self._delete(self._codec.block_key(group, block_hash), schema.DB_BLOCKS)
 
-    def delete_block_key(self, key: bytes) -> None:
-        self._delete(key, schema.DB_BLOCKS)
+    def delete_key(self, database: bytes, key: bytes) -> None:
+        """Remove a row by the key under which it stands, whatever it may be."""
+        self._delete(key, database)
 
     def put_meta(self, meta: StoreMeta) -> None:
         self._meta = meta
-        self._put(schema.META_KEY, schema.pack_meta(meta), schema.DB_META)
+        self._put(schema.META_KEY, self._codec.pack_meta(meta), schema.DB_META)
 
     def commit(self) -> None:
         try:
@@ -289,7 +305,7 @@ class StoreTransaction:
             if self._store.disk_has_room(2 * self.num_bytes):
                 raise
             # lmdb reports the short write of a full disk as an I/O error. Nothing that was committed has been touched.
-            raise StoreFullError(f"the disk is full ({error})") from error
+            raise StoreFullError(f"enospc: the disk is full ({error})") from error
         self._store.meta = self._meta
         failpoint_translated("store.after_commit")
 
@@ -331,6 +347,8 @@ def _verify(path: Path) -> None:
     try:
         problems: list[str] = lmdb.verify.verify(str(path), subdir=False)  # type: ignore[no-untyped-call]
     except (lmdb.verify.VerifyError, OSError) as error:
+        if is_passing(error):
+            raise StoreBlockedError(fault_sentence(error)) from error
         raise StoreDamagedError(f"{path}: {error}") from error
     if problems:
         raise StoreDamagedError(f"{path}: {problems[0]} ({len(problems)} problems)")

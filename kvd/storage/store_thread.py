@@ -3,9 +3,9 @@
 One transaction is open at a time. It is committed when it holds ``commit_bytes`` of blocks, when the planner says so (a checkpoint's end), or, while
 somebody waits for durability, whenever nothing more is staged.
 
-A full disk leaves the generation as of its last commit: the thread drops what comes and tries again with growing pauses. Anything else (an I/O error, a
-panic, damage, an error that nobody foresaw) ends the generation: it is closed, set aside, and with growing pauses a fresh one is tried. The thread itself never
-ends before it is told to, for somebody may wait for its answer.
+A full or read-only disk leaves the generation as of its last commit, still readable: the thread drops what comes and tries again with growing pauses. Anything
+else (an I/O error, damage, an error that nobody foresaw) ends the generation: it is closed, set aside, and with growing pauses a fresh one is tried. The thread
+itself never ends before it is told to, for somebody may wait for its answer.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ import contextlib
 import ctypes
 import platform
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvd.cache.hashing import Namespace
 from kvd.observe.failpoints import declare
-from kvd.storage import schema
-from kvd.storage.errors import StorageError, StoreDamagedError, StoreFullError, StoreMapFullError
+from kvd.storage.errors import StorageError, StoreBlockedError, StoreDamagedError, StoreMapFullError, StorePanickedError
 from kvd.storage.generations import Generations
 from kvd.storage.ports import Clock
 from kvd.storage.schema import NodeRow
 from kvd.storage.staging import StagingBuffer, StagingPool
 from kvd.storage.store import Store, StoreTransaction, failpoint_translated
 from kvd.types import BlockHash, KvGroup
+from kvd.wal.disk_faults import fault_sentence
 
 declare("checkpoint.before_nodes", "checkpoint.before_blocks", "checkpoint.between_blocks")
 
@@ -43,11 +45,12 @@ class Changes:
 
     number: int
     applied_lsn: int
-    namespaces: list[tuple[BlockHash, bytes | None]] = field(default_factory=list)
+    namespaces: list[tuple[BlockHash, Namespace | None]] = field(default_factory=list)
     nodes: list[NodeRow] = field(default_factory=list)
     removed_nodes: list[BlockHash] = field(default_factory=list)
     dropped_blocks: list[BlockHash] = field(default_factory=list)
-    dropped_keys: list[bytes] = field(default_factory=list)
+    dropped_keys: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """(database, key) of rows that stand for nothing."""
     pins: list[tuple[str, BlockHash | None]] = field(default_factory=list)
     commit: bool = False
     clean: bool = False
@@ -55,9 +58,10 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class StagedBatch:
-    """Rows of ``block_hashes`` in ``buffer``, in that order, in every group."""
+    """Rows of ``block_hashes``, which lie under ``roots``, in ``buffer``, in that order, in every group."""
 
     block_hashes: tuple[BlockHash, ...]
+    roots: tuple[BlockHash, ...]
     buffer: StagingBuffer
 
 
@@ -81,7 +85,7 @@ class Discarded:
 
 @dataclass(frozen=True, slots=True)
 class Degraded:
-    """Persistence is off. Every ``Changes`` after the last ``Committed`` is lost, and all stored bytes too if ``generation_lost``."""
+    """Persistence is off, or still is, for another reason. Every ``Changes`` after the last ``Committed`` is lost, and all stored bytes too if ``generation_lost``."""
 
     reason: str
     generation_lost: bool
@@ -99,7 +103,7 @@ Result = Committed | Discarded | Degraded | Resumed
 class StoreThread:
     """``submit`` and ``stage`` may be called from any thread; results come through ``on_result`` on this thread.
 
-    ``store`` None: none could be opened at the start; the thread begins degraded.
+    ``store`` None: none could be opened at the start, or for reading alone: the thread begins degraded.
     """
 
     def __init__(
@@ -120,7 +124,7 @@ class StoreThread:
         self._commit_bytes = commit_bytes
         self._clock = clock
         self._on_result = on_result
-        self._values = {group.name: memoryview(bytearray(schema.value_bytes(group.row_bytes))) for group in groups}
+        self._values = {group.name: memoryview(bytearray(generations.codec.value_bytes(group.row_bytes))) for group in groups}
         self._wake = threading.Condition()
         self._reading = threading.Condition()
         self._num_readers = 0
@@ -135,8 +139,11 @@ class StoreThread:
         self._number = 0
         self._applied_lsn = store.meta.applied_lsn if store is not None else 0
         self._clean = False
-        self._is_degraded = store is None
+        self._is_degraded = store is None or store.readonly
+        self._is_lost = store is None
+        self._must_reopen = False
         self._retry_s = _RETRY_MIN_S
+        self._next_probe_s = time.monotonic() + self._retry_s
         self._thread = threading.Thread(target=self._run, name="kvd-store", daemon=True)
 
     def start(self) -> None:
@@ -189,7 +196,7 @@ class StoreThread:
         _lower_io_priority()
         while True:
             with self._wake:
-                self._wake.wait_for(self._has_work, self._retry_s if self._is_degraded else None)
+                self._wake.wait_for(self._has_work, max(0.0, self._next_probe_s - time.monotonic()) if self._is_degraded else None)
                 changes, staged = list(self._changes), list(self._staged)
                 self._changes.clear()
                 self._staged.clear()
@@ -198,7 +205,7 @@ class StoreThread:
                 self._discard(staged)
                 if stopping:
                     break
-                if not (changes or staged):
+                if time.monotonic() >= self._next_probe_s:
                     self._probe()
                 continue
             try:
@@ -232,8 +239,10 @@ class StoreThread:
     def _apply(self, changes: Changes) -> None:
         txn = self._transaction()
         failpoint_translated("checkpoint.before_nodes")
-        for root, value in changes.namespaces:
-            txn.put_namespace(root, value) if value is not None else txn.delete_namespace(root)
+        for database, key in changes.dropped_keys:  # first: under the key of a damaged row a good one may follow
+            txn.delete_key(database, key)
+        for root, namespace in changes.namespaces:
+            txn.put_namespace(namespace) if namespace is not None else txn.delete_namespace(root)
         for row in changes.nodes:
             txn.put_node(row)
         for block_hash in changes.removed_nodes:
@@ -241,8 +250,6 @@ class StoreThread:
         for block_hash in changes.dropped_blocks:
             for group in self._groups:
                 txn.delete_block(group.name, block_hash)
-        for key in changes.dropped_keys:
-            txn.delete_block_key(key)
         for name, leaf in changes.pins:
             txn.put_pin(name, leaf) if leaf is not None else txn.delete_pin(name)
         self._number, self._applied_lsn, self._clean = changes.number, changes.applied_lsn, changes.clean
@@ -254,8 +261,7 @@ class StoreThread:
             for group in self._groups:
                 row = batch.buffer.rows(group.name, 1, index)
                 value = self._values[group.name]
-                schema.write_block_header(value, block_hash, group.fingerprint, row)
-                value[schema.BLOCK_HEADER_BYTES : schema.BLOCK_HEADER_BYTES + row.nbytes] = row
+                self._generations.codec.write_block(value, group, block_hash, batch.roots[index], row)
                 txn.put_block(group.name, block_hash, value)
             self._txn_hashes.append(block_hash)
             failpoint_translated("checkpoint.between_blocks")
@@ -291,45 +297,78 @@ class StoreThread:
             self._on_result(Discarded(list(batch.block_hashes)))
 
     def _degrade(self, error: Exception) -> None:
-        if self._txn is not None:
-            with contextlib.suppress(Exception):  # a panicked environment refuses even this; it is closed below
-                self._txn.abort()
-            self._txn = None
+        self._abort()
         hashes, self._txn_hashes = self._txn_hashes, []
         self._is_degraded = True
-        lost = not isinstance(error, StoreFullError)
-        if lost and self._store is not None:
+        self._next_probe_s = time.monotonic() + self._retry_s
+        lost = not isinstance(error, StoreBlockedError)
+        if lost:
             store = self._take_store()
-            assert store is not None, "only this thread takes it"
-            with contextlib.suppress(Exception):  # what can't be closed or moved is left alone: the next generation has a number of its own
-                store.close()
+            self._is_lost = True
+            with contextlib.suppress(Exception):  # what can't be closed or moved now is moved or removed before the next generation is made
+                if store is not None:
+                    store.close()
                 self._generations.set_aside()
-        if self._store is not None:
-            self._applied_lsn = self._store.meta.applied_lsn
-        else:
-            self._applied_lsn = 0
-        self._on_result(Degraded(str(error) if isinstance(error, StorageError) else repr(error), lost, hashes))
+        store = self._store
+        self._applied_lsn = store.meta.applied_lsn if store is not None else 0
+        self._tell(error, lost=lost, hashes=hashes)
+
+    def _tell(self, error: Exception, *, lost: bool = False, hashes: list[BlockHash] | None = None) -> None:
+        reason = str(error) if isinstance(error, StorageError) else fault_sentence(error)
+        self._on_result(Degraded(reason, lost, hashes or []))
+
+    def _abort(self) -> None:
+        txn, self._txn = self._txn, None
+        if txn is not None:
+            with contextlib.suppress(Exception):  # a panicked environment refuses even this
+                txn.abort()
 
     def _probe(self) -> None:
         """Try whether the disk takes writes again; the next try comes after twice the time."""
         self._retry_s = min(self._retry_s * 2, _RETRY_MAX_S)
+        self._next_probe_s = time.monotonic() + self._retry_s
         try:
-            if self._store is None:
-                self._store = self._generations.create_fresh(int(self._clock.unix()))
-            self._txn = self._store.begin()
-            self._txn.put_meta(replace(self._store.meta, written_unix_s=int(self._clock.unix())))
+            store = self._writable_store()
+            self._txn = store.begin()
+            self._txn.put_meta(replace(store.meta, written_unix_s=int(self._clock.unix())))
             self._txn.commit()
         except StoreMapFullError as error:
             # Not even one row fits: nothing can be removed either, and only a fresh generation helps.
             self._degrade(StoreDamagedError(str(error)))
-        except Exception:
-            if self._txn is not None:
-                with contextlib.suppress(Exception):
-                    self._txn.abort()
+        except StorePanickedError:  # lmdb could not write its last page: what was committed before is whole, and is read from the file again
+            self._abort()
+            self._must_reopen = True
+        except Exception as error:
+            self._abort()
+            if self._is_lost or isinstance(error, StoreBlockedError):
+                self._tell(error)
+            else:
+                self._degrade(error)
         else:
+            self._txn = None
             self._is_degraded = False
             self._on_result(Resumed())
-        self._txn = None
+
+    def _writable_store(self) -> Store:
+        """The store that is open, the same one opened again if it could not be written, or a fresh one if it was given up.
+
+        Raises:
+            StorageError, OSError: none can be written yet.
+        """
+        store = self._store
+        if store is not None and not (store.readonly or self._must_reopen):
+            return store
+        store = self._take_store()
+        if store is not None:
+            store.close()
+        store = self._generations.create_fresh(int(self._clock.unix())) if self._is_lost else self._generations.reopen()
+        self._is_lost = self._must_reopen = False
+        self._applied_lsn = store.meta.applied_lsn
+        with self._reading:
+            self._store = store
+        if store.readonly:
+            raise StoreBlockedError(store.blocked_by)
+        return store
 
 
 def _lower_io_priority() -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from kvd.storage import schema
+from kvd.storage.codec import Codec
 from kvd.storage.errors import RecipesUnreadableError, StorageError, StoreDamagedError, UnknownFormatError
 from kvd.storage.generations import CURRENT_NAME, STORE_NAME, Generations, read_current
 from kvd.storage.lock import StateLock, is_locked
-from kvd.storage.recipes import RecipeFileError, list_recipe_files, read_recipe_file, read_recipes, restore_copies
+from kvd.storage.recipes import RecipeFileError, list_recipe_files, read_recipe_file, read_recipes, restore_recipes
 from kvd.storage.recovery import WAL_NAME
 from kvd.storage.schema import BadRowError
 from kvd.storage.start_guard import read_failed_starts
@@ -69,7 +70,7 @@ def dump_store(state_dir: Path) -> Iterator[dict[str, Any]]:
         RecipesUnreadableError, StorageError, WalFormatError: a part that can't be read at all.
     """
     found = read_recipes(state_dir)
-    for recipe in found.recipes.values():
+    for recipe in (found.value or {}).values():
         yield {
             "kind": "recipe",
             "name": recipe.name,
@@ -130,7 +131,7 @@ def _check_recipes(state_dir: Path, problems: list[str]) -> dict[str, Any]:
         except (RecipeFileError, UnknownFormatError, OSError) as error:
             entry["error"] = str(error)
         generations.append(entry)
-    return {"recipes": len(found.recipes), "recipe_copies": found.num_copies, "recipe_generations": generations}
+    return {"recipes": len(found.value or {}), "recipe_copies": found.num_copies, "recipe_generations": generations}
 
 
 # -------------------------------------------------------------------------------------------------- store
@@ -183,14 +184,14 @@ def _check_rows(store: Store, report: dict[str, Any], problems: list[str]) -> No
     roots = set()
     for root, value in store.rows(schema.DB_NAMESPACES):
         try:
-            schema.unpack_namespace(root, value)
+            store.codec.unpack_namespace(root, value)
             roots.add(root)
         except BadRowError:
             report["bad_rows"] += 1
     parents: dict[bytes, tuple[bytes, bytes]] = {}
     for key, value in store.rows(schema.DB_NODES):
         try:
-            row = schema.unpack_node(key, value)
+            row = store.codec.unpack_node(key, value)
             parents[key] = (row.root, row.parent)
         except BadRowError:
             report["bad_rows"] += 1
@@ -224,7 +225,7 @@ def _dump_rows(store: Store) -> Iterator[dict[str, Any]]:
     }
     for root, value in store.rows(schema.DB_NAMESPACES):
         try:
-            namespace = schema.unpack_namespace(root, value)
+            namespace = store.codec.unpack_namespace(root, value)
         except BadRowError as error:
             yield {"kind": "namespace", "root": root.hex(), "error": error.reason}
             continue
@@ -237,7 +238,7 @@ def _dump_rows(store: Store) -> Iterator[dict[str, Any]]:
         }
     for key, value in store.rows(schema.DB_NODES):
         try:
-            row = schema.unpack_node(key, value)
+            row = store.codec.unpack_node(key, value)
         except BadRowError as error:
             yield {"kind": "node", "hash": key.hex(), "error": error.reason}
             continue
@@ -344,7 +345,7 @@ def _repair_recipes(state_dir: Path) -> list[str]:
     except RecipesUnreadableError:
         return []  # the report names it: people decide
     try:
-        restore_copies(state_dir, found)
+        restore_recipes(state_dir, found)
     except OSError as error:
         return [f"the recipes (pins) can't be written: {error}"]
     return [f"{damaged}; set aside, the pins of generation {found.generation} stand in two files" for damaged in found.damaged]
@@ -380,21 +381,21 @@ def _remove_bad(store: Store) -> list[str]:
                 schema.verify_block(view, schema.split_block_key(key)[1])
             except BadRowError:
                 bad_blocks.append(key)
-    bad_nodes = [key for key, value in store.rows(schema.DB_NODES) if _is_bad(key, value)]
+    bad_nodes = [key for key, value in store.rows(schema.DB_NODES) if _is_bad(store.codec, key, value)]
     if not (bad_blocks or bad_nodes):
         return []
     txn = store.begin()
     for key in bad_blocks:
-        txn.delete_block_key(key)
+        txn.delete_key(schema.DB_BLOCKS, key)
     for key in bad_nodes:
-        txn.delete_node(key)
+        txn.delete_key(schema.DB_NODES, key)
     txn.commit()
     return [f"removed {len(bad_blocks)} blocks and {len(bad_nodes)} nodes that fail their checks"]
 
 
-def _is_bad(key: bytes, value: bytes) -> bool:
+def _is_bad(codec: Codec, key: bytes, value: bytes) -> bool:
     try:
-        schema.unpack_node(key, value)
+        codec.unpack_node(key, value)
     except BadRowError:
         return True
     return False

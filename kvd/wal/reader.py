@@ -10,7 +10,17 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvd.wal.durable import read_regular
-from kvd.wal.record import ALIGNMENT, SEGMENT_HEADER_BYTES, Record, SegmentHeader, WalDamageError, decode_record, decode_segment_header
+from kvd.wal.record import (
+    ALIGNMENT,
+    SEGMENT_HEADER_BYTES,
+    PayloadSeal,
+    Record,
+    SegmentHeader,
+    WalDamageError,
+    decode_record,
+    decode_segment_header,
+    format_of,
+)
 
 _SEGMENT_NAME = re.compile(r"^(\d{16})\.wal$")
 
@@ -52,21 +62,21 @@ def list_segments(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for path in directory.iterdir() if (match := _SEGMENT_NAME.match(path.name)))
 
 
-def read_segment(number: int, path: Path) -> Segment:
+def read_segment(number: int, path: Path, seal: PayloadSeal | None = None) -> Segment:
     """Read a segment as far as it is valid.
 
     Raises:
         WalFormatError: it is of an unknown format.
         OSError: it can't be read, or is no regular file.
     """
-    return parse_segment(number, path, read_regular(path))
+    return parse_segment(number, path, read_regular(path), seal)
 
 
-def parse_segment(number: int, path: Path, data: bytes) -> Segment:
+def parse_segment(number: int, path: Path, data: bytes, seal: PayloadSeal | None = None) -> Segment:
     """``read_segment`` of bytes already read."""
     view = memoryview(data)
     try:
-        header = decode_segment_header(view[:SEGMENT_HEADER_BYTES])
+        header = decode_segment_header(view[:SEGMENT_HEADER_BYTES], format_of(seal))
     except WalDamageError:
         header = None
     if header is None or header.number != number:
@@ -75,7 +85,7 @@ def parse_segment(number: int, path: Path, data: bytes) -> Segment:
     offset, last_lsn = SEGMENT_HEADER_BYTES, header.first_lsn - 1
     while True:
         try:
-            lsn, record, after = decode_record(view, offset, header.salt)
+            lsn, record, after = decode_record(view, offset, header.salt, seal)
         except WalDamageError:
             break
         if lsn != last_lsn + 1:
@@ -83,24 +93,24 @@ def parse_segment(number: int, path: Path, data: bytes) -> Segment:
         if record is not None:
             records.append((lsn, record))
         offset, last_lsn = after, lsn
-    return Segment(path, number, len(data), header, records, last_lsn, offset, _end(view, offset, header.salt))
+    return Segment(path, number, len(data), header, records, last_lsn, offset, _end(view, offset, header.salt, seal))
 
 
-def _end(view: memoryview, offset: int, salt: int) -> SegmentEnd:
+def _end(view: memoryview, offset: int, salt: int, seal: PayloadSeal | None) -> SegmentEnd:
     rest = view[offset:]
     used = offset + len(bytes(rest).rstrip(b"\0"))
     if used == offset:
         return SegmentEnd.CLEAN
     for start in range(offset + ALIGNMENT, used, ALIGNMENT):
         try:
-            decode_record(view, start, salt)
+            decode_record(view, start, salt, seal)
         except WalDamageError:
             continue
         return SegmentEnd.DAMAGED
     return SegmentEnd.TORN
 
 
-def read_segments(directory: Path, store_uuid: bytes | None) -> Iterator[tuple[Segment, str]]:
+def read_segments(directory: Path, store_uuid: bytes | None, seal: PayloadSeal | None = None) -> Iterator[tuple[Segment, str]]:
     """Every segment in order, with what is wrong with it: empty, or why it and all after it must not be used.
 
     ``store_uuid`` None takes that of the first readable segment. A segment whose records overlap the one before it is fine (a failed sync
@@ -109,7 +119,7 @@ def read_segments(directory: Path, store_uuid: bytes | None) -> Iterator[tuple[S
     last_lsn: int | None = None
     for number, path in list_segments(directory):
         try:
-            segment = read_segment(number, path)
+            segment = read_segment(number, path, seal)
         except OSError as error:
             if os.path.lexists(path):  # else a live daemon retired it meanwhile
                 yield Segment(path, number, 0, None, [], 0, 0, SegmentEnd.DAMAGED), f"it can't be read: {error}"

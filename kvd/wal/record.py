@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 from crc32c import crc32c
 
 FORMAT_VERSION = 1
+SEALED_FORMAT_VERSION = 256 + FORMAT_VERSION
+"""The same, with each payload encrypted."""
 SEGMENT_MAGIC = b"KVDWAL\r\n"
 SEGMENT_HEADER_BYTES = 64
 RECORD_HEADER_BYTES = 24
@@ -49,6 +52,11 @@ class WalRecordTooLargeError(WalError):
 
 class WalDamageError(WalError):
     """Bytes that are no valid segment header or record."""
+
+
+def type_of(record: Record) -> int:
+    """The number of a record's type."""
+    return _TYPE_OF[type(record)]
 
 
 class Insert(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -88,6 +96,24 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS = {number: msgspec.msgpack.Decoder(record) for number, record in _TYPES.items()}
 
 
+class PayloadSeal(Protocol):
+    """What payloads go through on their way to and from the disk, if they are encrypted."""
+
+    def seal(self, record: Record, payload: bytes, lsn: int) -> bytes:
+        """The bytes that stand in the segment.
+
+        Raises:
+            OSError: the key for it can't be made durable.
+        """
+
+    def open(self, number: int, sealed: bytes, lsn: int) -> bytes | None:
+        """The payload of a record of type ``number``; None if its key was destroyed.
+
+        Raises:
+            WalDamageError: these are not the bytes that were sealed for it.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
     """The first 64 bytes of a segment; ``salt`` seeds its checksums."""
@@ -98,14 +124,19 @@ class SegmentHeader:
     salt: int
 
 
-def encode_segment_header(header: SegmentHeader) -> bytes:
+def format_of(seal: PayloadSeal | None) -> int:
+    """The format version of a segment whose payloads go through ``seal``."""
+    return FORMAT_VERSION if seal is None else SEALED_FORMAT_VERSION
+
+
+def encode_segment_header(header: SegmentHeader, format_version: int = FORMAT_VERSION) -> bytes:
     body = _SEGMENT.pack(
-        SEGMENT_MAGIC, FORMAT_VERSION, SEGMENT_HEADER_BYTES, header.salt, header.store_uuid, header.number, header.first_lsn, 0, 0, 0
+        SEGMENT_MAGIC, format_version, SEGMENT_HEADER_BYTES, header.salt, header.store_uuid, header.number, header.first_lsn, 0, 0, 0
     )[:-4]
     return body + _CRC.pack(crc32c(body))
 
 
-def decode_segment_header(data: bytes | memoryview) -> SegmentHeader:
+def decode_segment_header(data: bytes | memoryview, format_version: int = FORMAT_VERSION) -> SegmentHeader:
     """Parse a segment's first ``SEGMENT_HEADER_BYTES``.
 
     Raises:
@@ -117,26 +148,32 @@ def decode_segment_header(data: bytes | memoryview) -> SegmentHeader:
     magic, version, header_bytes, salt, store_uuid, number, first_lsn, _, _, crc = _SEGMENT.unpack_from(data)
     if magic != SEGMENT_MAGIC or crc != crc32c(data[: _SEGMENT.size - 4]):
         raise WalDamageError("the segment's header is damaged")
-    if version != FORMAT_VERSION or header_bytes != SEGMENT_HEADER_BYTES:
-        raise WalFormatError(f"write-ahead log of format {version}; this version reads format {FORMAT_VERSION}")
+    if version == SEALED_FORMAT_VERSION != format_version:
+        raise WalFormatError(f"write-ahead log of format {version}, which is encrypted, and no store_encryption_key_file is given")
+    if version != format_version or header_bytes != SEGMENT_HEADER_BYTES:
+        raise WalFormatError(f"write-ahead log of format {version}; this version reads format {format_version}")
     return SegmentHeader(store_uuid, number, first_lsn, salt)
 
 
-def encode_record(record: Record, lsn: int, salt: int) -> bytes:
+def encode_record(record: Record, lsn: int, salt: int, seal: PayloadSeal | None = None) -> bytes:
     """One record as it stands in a segment with ``salt``.
 
     Raises:
         WalRecordTooLargeError: the payload is above ``MAX_PAYLOAD_BYTES``.
+        OSError: as ``PayloadSeal.seal``.
     """
     payload = _ENCODER.encode(record)
+    if seal is not None:
+        payload = seal.seal(record, payload, lsn)
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise WalRecordTooLargeError(f"a record of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES} are allowed")
-    body = _RECORD.pack(0, len(payload), _TYPE_OF[type(record)], 0, 0, 0, lsn)[4:] + payload + bytes(-len(payload) % ALIGNMENT)
+    body = _RECORD.pack(0, len(payload), type_of(record), 0, 0, 0, lsn)[4:] + payload + bytes(-len(payload) % ALIGNMENT)
     return _CRC.pack(crc32c(body, salt)) + body
 
 
-def decode_record(data: memoryview, offset: int, salt: int) -> tuple[int, Record | None, int]:
-    """The record at ``offset``: its LSN, the record (None if its type is unknown and may be passed by), and where the next one begins.
+def decode_record(data: memoryview, offset: int, salt: int, seal: PayloadSeal | None = None) -> tuple[int, Record | None, int]:
+    """The record at ``offset``: its LSN, the record, and where the next one begins. None for a record that is passed by: of an unknown type that allows it, or
+    one whose key was destroyed.
 
     Raises:
         WalDamageError: no valid record stands there.
@@ -156,7 +193,13 @@ def decode_record(data: memoryview, offset: int, salt: int) -> tuple[int, Record
         if flags & FLAG_IGNORABLE:
             return lsn, None, padded
         raise WalFormatError(f"record type {number} in the write-ahead log is unknown to this version")
+    payload: bytes | memoryview = data[end : end + length]
+    if seal is not None:
+        opened = seal.open(number, bytes(payload), lsn)
+        if opened is None:
+            return lsn, None, padded
+        payload = opened
     try:
-        return lsn, decoder.decode(data[end : end + length]), padded
+        return lsn, decoder.decode(payload), padded
     except msgspec.MsgspecError as error:
         raise WalDamageError(f"a record's payload does not decode: {error}") from error

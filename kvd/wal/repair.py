@@ -16,7 +16,7 @@ from kvd.observe.failpoints import declare, failpoint
 from kvd.wal.durable import remove_any
 from kvd.wal.quarantine import discard, keep_piece
 from kvd.wal.reader import Segment, SegmentEnd, read_segments
-from kvd.wal.record import Record
+from kvd.wal.record import PayloadSeal, Record
 
 declare("wal.repair.before_quarantine", "wal.repair.before_cut", "wal.repair.after_cut")
 
@@ -38,7 +38,13 @@ class RepairReport:
 
 
 def repair_log(
-    directory: Path, store_uuid: bytes | None, apply: Callable[[int, Record], None], *, quarantine: Path, quarantine_max_bytes: int
+    directory: Path,
+    store_uuid: bytes | None,
+    apply: Callable[[int, Record], None],
+    *,
+    quarantine: Path,
+    quarantine_max_bytes: int,
+    seal: PayloadSeal | None = None,
 ) -> RepairReport:
     """Hand every usable record to ``apply`` in order, once, and leave only usable segments in ``directory``.
 
@@ -53,7 +59,7 @@ def repair_log(
         with contextlib.suppress(OSError):
             remove_any(unfinished)
     broken = False
-    for segment, fault in read_segments(directory, store_uuid):
+    for segment, fault in read_segments(directory, store_uuid, seal):
         report.num_segments += 1
         report.next_segment = segment.number + 1
         if broken or fault:

@@ -21,9 +21,20 @@ from typing import Any
 
 from kvd.observe.failpoints import declare, failpoint
 from kvd.wal.disk_faults import fault_sentence
-from kvd.wal.durable import remove_any, sync_directory, write_all
+from kvd.wal.durable import make_directory, remove_any, sync_directory, write_all
 from kvd.wal.reader import read_segment, segment_path
-from kvd.wal.record import SEGMENT_HEADER_BYTES, Forget, Insert, Record, SegmentHeader, WalError, encode_record, encode_segment_header
+from kvd.wal.record import (
+    SEGMENT_HEADER_BYTES,
+    Forget,
+    Insert,
+    PayloadSeal,
+    Record,
+    SegmentHeader,
+    WalError,
+    encode_record,
+    encode_segment_header,
+    format_of,
+)
 
 declare(
     "wal.segment.before_sync",
@@ -80,11 +91,13 @@ class WalWriter:
         segment_bytes: int,
         max_bytes: int,
         queue_capacity: int,
+        seal: PayloadSeal | None = None,
         on_error: Callable[[str], None],
         on_recovered: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
         self._store_uuid = store_uuid
+        self._payload_seal = seal
         self._sync_interval_s = sync_interval_s
         self._segment_bytes = segment_bytes
         self._max_bytes = max_bytes
@@ -258,7 +271,7 @@ class WalWriter:
     def _rescue(self, suspect: _Active) -> list[Entry]:
         """The durable records of a segment whose sync failed; none if they can't all be read back, and then the segment stays."""
         try:
-            segment = read_segment(suspect.number, suspect.path)
+            segment = read_segment(suspect.number, suspect.path, self._payload_seal)
         except (OSError, WalError):
             return []
         records = [entry for entry in segment.records if entry[0] <= suspect.last_lsn]
@@ -273,7 +286,7 @@ class WalWriter:
         last_lsn = active.last_lsn
         while entries:
             lsn, record = entries[0]
-            data = encode_record(record, lsn, active.salt)
+            data = encode_record(record, lsn, active.salt, self._payload_seal)
             if active.offset + len(chunk) + len(data) > active.size_bytes:
                 break
             chunk += data
@@ -302,15 +315,15 @@ class WalWriter:
     def _create(self, first: Entry) -> _Active:
         """A fresh segment, all zeros behind its header, durable under its name before the first record."""
         number, salt = self._next_segment, int.from_bytes(os.urandom(4), "little")
-        needed = SEGMENT_HEADER_BYTES + len(encode_record(first[1], first[0], salt))
+        needed = SEGMENT_HEADER_BYTES + len(encode_record(first[1], first[0], salt, self._payload_seal))
         size_bytes = max(self._segment_bytes, needed)
         path = segment_path(self._directory, number)
         temporary = path.with_name(f".{path.name}.tmp")
-        self._directory.mkdir(mode=0o700, exist_ok=True)
+        make_directory(self._directory)
         remove_any(temporary)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            header = encode_segment_header(SegmentHeader(self._store_uuid, number, first[0], salt))
+            header = encode_segment_header(SegmentHeader(self._store_uuid, number, first[0], salt), format_of(self._payload_seal))
             # Real zeros, not fallocate: the later data syncs then change no metadata, and nothing stale can ever validate.
             write_all(fd, header + bytes(size_bytes - len(header)), 0)
             failpoint("wal.segment.before_sync")

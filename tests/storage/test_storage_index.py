@@ -164,7 +164,7 @@ def test_loading_drops_rows_without_a_parent_and_blocks_without_a_node():
     index.load_stored(keys, groups)
     assert index.num_stored == 0
     assert index.dropped_bytes == {rows[0].block_hash}
-    assert index.dropped_keys == set(keys[1:])
+    assert index.dropped_keys == {(schema.DB_BLOCKS, key) for key in keys[1:]}
     index.load_stored([*keys, schema.block_key("draft", rows[0].block_hash)], groups)
     assert index.num_stored == 1
 

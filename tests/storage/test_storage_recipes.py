@@ -58,7 +58,7 @@ def write(state_dir: Path, *names: str, remove: tuple[str, ...] = ()) -> list:
 def test_what_is_acknowledged_is_there_after_a_restart(tmp_path):
     commands = write(tmp_path, "a", "b", "c", remove=("b",))
     assert [(command.op_id, command.error) for command in commands] == [(b"a", ""), (b"b", ""), (b"c", ""), (b"rm-b", "")]
-    assert read_recipes(tmp_path).recipes == {"a": recipe("a"), "c": recipe("c")}
+    assert read_recipes(tmp_path).value == {"a": recipe("a"), "c": recipe("c")}
 
 
 def test_all_fields_come_back(tmp_path):
@@ -117,7 +117,7 @@ def test_one_damaged_file_costs_no_pin_and_brings_none_back(tmp_path, damage, wh
         assert len(store.notes) == 1
         assert len(list((tmp_path / "quarantine").iterdir())) == 1
     found = read_recipes(tmp_path)
-    assert (found.is_settled, found.damaged, list(found.recipes)) == (True, (), ["a", "b"])
+    assert (found.is_settled, found.damaged, list(found.value)) == (True, (), ["a", "b"])
     assert len(list((tmp_path / "recipes").iterdir())) == 2
     again = RecipeStore(tmp_path, inbox=Inbox(), log=log)
     again.close(10)
@@ -183,12 +183,12 @@ def test_a_failed_write_is_reported_and_leaves_what_was_durable(tmp_path, monkey
     assert inbox.commands[0].error
     assert list(store.recipes()) == ["a"]
     found = read_recipes(tmp_path)
-    assert (list(found.recipes), found.is_settled) == (["a"], True)
+    assert (list(found.value), found.is_settled) == (["a"], True)
     assert store.fault == ""
     store.put(b"c", recipe("c"))
     assert store.close(10)
     assert inbox.commands[1].error == ""
-    assert list(read_recipes(tmp_path).recipes) == ["a", "c"]
+    assert list(read_recipes(tmp_path).value) == ["a", "c"]
 
 
 def test_old_files_that_stay_do_not_fail_a_change(tmp_path, monkeypatch):
@@ -196,7 +196,7 @@ def test_old_files_that_stay_do_not_fail_a_change(tmp_path, monkeypatch):
     monkeypatch.setattr(failpoints, "_armed", failpoints._parse("recipes.before_unlink=raise"))
     commands = write(tmp_path, "b", remove=("a",))
     assert [command.error for command in commands] == ["", ""]
-    assert list(read_recipes(tmp_path).recipes) == ["b"]
+    assert list(read_recipes(tmp_path).value) == ["b"]
     assert read_recipes(tmp_path).is_settled
 
 
@@ -213,7 +213,7 @@ def test_a_file_that_can_not_be_restored_at_a_start_is_restored_later(tmp_path, 
         time.sleep(0.001)
     assert store.close(10)
     found = read_recipes(tmp_path)
-    assert (list(found.recipes), found.is_settled) == (["a", "b"], True)
+    assert (list(found.value), found.is_settled) == (["a", "b"], True)
 
 
 def nested(levels: int) -> list:
@@ -246,22 +246,22 @@ def test_what_can_not_be_kept_fails_its_own_change_alone(tmp_path, monkeypatch, 
     errors = {command.op_id: command.error for command in inbox.commands}
     assert errors.pop(b"bad")
     assert errors == {b"a": "", b"b": ""}
-    assert list(read_recipes(tmp_path).recipes) == list(store.recipes()) == ["a", "b"]
+    assert list(read_recipes(tmp_path).value) == list(store.recipes()) == ["a", "b"]
 
 
 def test_an_unexpected_failure_answers_its_changes_and_the_next_go_on(tmp_path, monkeypatch):
     real, calls = module.encode_recipes, []
 
-    def fails_once(generation: int, recipes: dict) -> bytes:
+    def fails_once(generation: int, recipes: dict, *rest) -> bytes:
         calls.append(generation)
         if len(calls) == 1:
             raise MemoryError
-        return real(generation, recipes)
+        return real(generation, recipes, *rest)
 
     monkeypatch.setattr(module, "encode_recipes", fails_once)
     commands = write(tmp_path, "a", "b")
     assert [command.error for command in commands] == ["MemoryError()", ""]
-    assert list(read_recipes(tmp_path).recipes) == ["b"]
+    assert list(read_recipes(tmp_path).value) == ["b"]
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling"])
@@ -282,7 +282,7 @@ def test_changes_that_wait_share_one_write_and_show_at_once(tmp_path, monkeypatc
     assert store.close(10)
     assert len(inbox.commands) == 20
     assert store.generation < 5
-    assert len(read_recipes(tmp_path).recipes) == 20
+    assert len(read_recipes(tmp_path).value) == 20
 
 
 def test_the_number_of_recipes_is_bounded(tmp_path, monkeypatch):

@@ -1,0 +1,185 @@
+"""How what is stored becomes bytes: the one object through which keys and values of the store are made and read, chosen once at the start.
+
+``PlainCodec`` writes them as docs/storage-format.md spells them (``schema``). The sealed one (``sealing``) puts the same bytes under encryption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvd.cache.hashing import Namespace
+from kvd.commands import Recipe
+from kvd.storage import schema
+from kvd.storage.schema import BadRowError, NodeRow, StoreMeta
+from kvd.types import BlockHash, KvGroup
+from kvd.wal.record import PayloadSeal
+
+BlockPlace = tuple[str, BlockHash]
+"""The group and the hash of a stored block."""
+
+
+class Codec(Protocol):
+    """Used by every thread of storage. What a stored row or block fails is a ``BadRowError``; whoever asked for it has a miss."""
+
+    @property
+    def is_sealed(self) -> bool: ...
+
+    def format_of(self, plain_version: int) -> int:
+        """The version that a file of the format ``plain_version`` bears when this codec writes it."""
+
+    def wal_seal(self, store_uuid: bytes) -> PayloadSeal | None:
+        """What the log's payloads go through; None: they stand as they are."""
+
+    # keys
+
+    def namespace_key(self, root: bytes) -> bytes: ...
+
+    def node_key(self, block_hash: bytes) -> bytes: ...
+
+    def pin_key(self, name: str) -> bytes: ...
+
+    def block_key(self, group: str, block_hash: bytes) -> bytes: ...
+
+    def find_blocks(
+        self, keys: Iterable[bytes], groups: Sequence[str], block_hashes: Collection[BlockHash]
+    ) -> Iterator[tuple[bytes, BlockPlace | None]]:
+        """Each of the keys of blocks with what it stands for, None if that is none of these blocks."""
+
+    # rows
+
+    def pack_meta(self, meta: StoreMeta) -> bytes: ...
+
+    def unpack_meta(self, data: bytes) -> StoreMeta:
+        """As ``schema.unpack_meta``."""
+
+    def pack_namespace(self, namespace: Namespace) -> bytes: ...
+
+    def unpack_namespace(self, key: bytes, value: bytes) -> Namespace: ...
+
+    def pack_node(self, row: NodeRow) -> bytes: ...
+
+    def unpack_node(self, key: bytes, value: bytes) -> NodeRow: ...
+
+    def pack_pin(self, name: str, leaf: BlockHash) -> bytes: ...
+
+    def unpack_pin(self, key: bytes, value: bytes) -> tuple[str, BlockHash]: ...
+
+    # blocks
+
+    def value_bytes(self, row_bytes: int) -> int:
+        """Size of the value of a block with ``row_bytes``; with LMDB's page header it fills whole pages."""
+
+    def write_block(self, value: memoryview, group: KvGroup, block_hash: bytes, root: bytes, row: memoryview) -> None:
+        """Make the value of a block under the namespace ``root`` of its row in staging memory, from which the checksum is taken, once.
+
+        ``value`` is ``value_bytes`` long and was zero or a value of the same group before.
+        """
+
+    def read_block(self, value: memoryview, group: KvGroup, block_hash: bytes, memory: memoryview) -> None:
+        """Bring the row of a value into ``memory``, where it will be used from, and check it there against what is asked for.
+
+        Raises:
+            BadRowError: ``header`` (damaged), ``version``, ``identity`` (another block's), ``fingerprint``, ``length`` or ``checksum``; what is in
+                ``memory`` must not be used.
+        """
+
+    def verify_block(self, key: bytes, value: memoryview, block_hash: bytes) -> int:
+        """Check a value by itself, without knowing its group (for tools); the row's bytes."""
+
+    # recipes
+
+    def pack_recipes(self, generation: int, recipes: Sequence[Recipe]) -> bytes: ...
+
+    def unpack_recipes(self, generation: int, payload: bytes) -> list[Recipe]:
+        """The recipes of a payload; those whose key was destroyed are not among them.
+
+        Raises:
+            BadRowError, msgspec.MsgspecError, ValueError, TypeError, ArithmeticError, RecursionError: it does not decode.
+        """
+
+
+class PlainCodec:
+    """Keys and values in clear."""
+
+    is_sealed = False
+
+    def format_of(self, plain_version: int) -> int:
+        return plain_version
+
+    def wal_seal(self, store_uuid: bytes) -> PayloadSeal | None:  # noqa: ARG002 (the port's)
+        return None
+
+    def namespace_key(self, root: bytes) -> bytes:
+        return root
+
+    def node_key(self, block_hash: bytes) -> bytes:
+        return block_hash
+
+    def pin_key(self, name: str) -> bytes:
+        return name.encode()[: schema.MAX_PIN_NAME_BYTES]
+
+    def block_key(self, group: str, block_hash: bytes) -> bytes:
+        return schema.block_key(group, block_hash)
+
+    def find_blocks(
+        self, keys: Iterable[bytes], groups: Sequence[str], block_hashes: Collection[BlockHash]
+    ) -> Iterator[tuple[bytes, BlockPlace | None]]:
+        for key in keys:
+            try:
+                group, block_hash = schema.split_block_key(key)
+            except BadRowError:
+                yield key, None
+                continue
+            yield key, (group, block_hash) if group in groups and block_hash in block_hashes else None
+
+    def pack_meta(self, meta: StoreMeta) -> bytes:
+        return schema.pack_meta(meta)
+
+    def unpack_meta(self, data: bytes) -> StoreMeta:
+        return schema.unpack_meta(data)
+
+    def pack_namespace(self, namespace: Namespace) -> bytes:
+        return schema.pack_namespace(namespace)
+
+    def unpack_namespace(self, key: bytes, value: bytes) -> Namespace:
+        return schema.unpack_namespace(key, value)
+
+    def pack_node(self, row: NodeRow) -> bytes:
+        return schema.pack_node(row)
+
+    def unpack_node(self, key: bytes, value: bytes) -> NodeRow:
+        return schema.unpack_node(key, value)
+
+    def pack_pin(self, name: str, leaf: BlockHash) -> bytes:  # noqa: ARG002 (the port's)
+        return leaf
+
+    def unpack_pin(self, key: bytes, value: bytes) -> tuple[str, BlockHash]:
+        return key.decode("utf-8", "replace"), BlockHash(value)
+
+    def value_bytes(self, row_bytes: int) -> int:
+        return schema.value_bytes(row_bytes)
+
+    def write_block(self, value: memoryview, group: KvGroup, block_hash: bytes, root: bytes, row: memoryview) -> None:  # noqa: ARG002 (the port's)
+        schema.write_block_header(value, block_hash, group.fingerprint, row)
+        value[schema.BLOCK_HEADER_BYTES : schema.BLOCK_HEADER_BYTES + row.nbytes] = row
+
+    def read_block(self, value: memoryview, group: KvGroup, block_hash: bytes, memory: memoryview) -> None:
+        if len(value) != schema.value_bytes(group.row_bytes):
+            raise BadRowError("length")
+        memory[:] = value[schema.BLOCK_HEADER_BYTES : schema.BLOCK_HEADER_BYTES + group.row_bytes]
+        schema.check_block(value, block_hash, group.fingerprint, group.row_bytes, memory)
+
+    def verify_block(self, key: bytes, value: memoryview, block_hash: bytes) -> int:  # noqa: ARG002 (the port's)
+        return schema.verify_block(value, block_hash)
+
+    def pack_recipes(self, generation: int, recipes: Sequence[Recipe]) -> bytes:  # noqa: ARG002 (the port's)
+        return msgspec.msgpack.encode(recipes)
+
+    def unpack_recipes(self, generation: int, payload: bytes) -> list[Recipe]:  # noqa: ARG002 (the port's)
+        return msgspec.msgpack.decode(payload, type=list[Recipe])
+
+
+PLAIN = PlainCodec()
