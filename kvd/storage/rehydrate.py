@@ -164,7 +164,7 @@ class Rehydration:
         return self._loaded
 
     def _is_over(self) -> bool:
-        """Out of time, or the executor failed (the engine loop learns so by itself)."""
+        """Out of time, or a copy failed (if it was the executor, the engine loop learns so by itself)."""
         return self._has_failed or self._clock.monotonic() >= self._deadline_s
 
     def _begin(self, chain: Sequence[IndexNode]) -> bool:
@@ -191,13 +191,14 @@ class Rehydration:
             self._finish()
             return
         good: list[_Load] = []
-        failpoint_translated("rehydrate.before_read")
         batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), buffer.max_blocks))]
         try:
+            failpoint_translated("rehydrate.before_read")
             with self._store.reading_blocks() as reader:
                 for load in batch:
                     if self._read(reader, load, buffer, len(good)):
                         good.append(load)
+            failpoint_translated("rehydrate.before_copy_in")
         except StorageError:
             self._staging.give_back(buffer)
             self._cache.fail_fill([load.target.node for load in batch if load.node.block_hash not in self._unusable])
@@ -205,7 +206,6 @@ class Rehydration:
         if not good:
             self._staging.give_back(buffer)
             return
-        failpoint_translated("rehydrate.before_copy_in")
         ids = [load.target.block_id for load in good]
         tickets = [self._block_io.copy_in(group.name, ids, buffer.rows(group.name, len(ids))) for group in self._groups]
         self._copies.append(_Copy(good, buffer, tickets))
@@ -243,11 +243,18 @@ class Rehydration:
             self._cache.fail_fill(nodes)
             self._has_failed = True
             return
-        failpoint_translated("rehydrate.before_complete")
+        try:
+            failpoint_translated("rehydrate.before_complete")
+        except StorageError as error:
+            self._loaded.store_error = str(error)
+            self._cache.fail_fill(nodes)
+            self._has_failed = True
+            return
         self._cache.complete_fill(nodes)
         loaded = self._loaded
-        loaded.num_blocks += len(nodes)
-        for load in copy.loads:
+        kept = [load for load in copy.loads if load.target.node.in_tree]  # what hung below a copy that failed has left
+        loaded.num_blocks += len(kept)
+        for load in kept:
             loaded.num_tokens += len(load.node.token_ids) // TOKEN_BYTES
             loaded.num_bytes += sum(group.row_bytes for group in self._groups)
             loaded.in_memory.add(load.node.block_hash)
