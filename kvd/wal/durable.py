@@ -25,6 +25,18 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
+def make_directory(path: Path) -> None:
+    """Make the folder ``path``, and those above it that are missing, for its owner alone and under names that survive a power cut.
+
+    Also one that is there is synced by name: whoever made it may have died before that. A parent that this user may not open is somebody else's to sync.
+    """
+    if not path.parent.is_dir():
+        make_directory(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(PermissionError):
+        sync_directory(path.parent)
+
+
 def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
     """``pwrite`` until all of ``data`` is written."""
     view = memoryview(data)

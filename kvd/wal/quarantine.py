@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from kvd.wal.disk_faults import disk_bytes
-from kvd.wal.durable import remove_any, sync_directory
+from kvd.wal.durable import make_directory, remove_any, sync_directory
 
 QUARANTINE_NAME = "quarantine"
 
@@ -18,8 +18,9 @@ def set_aside(path: Path, quarantine: Path, max_bytes: int) -> None:
     Raises:
         OSError: it is still where it was.
     """
-    quarantine.mkdir(mode=0o700, exist_ok=True)
+    make_directory(quarantine)
     path.rename(_free_name(quarantine, path.name))
+    sync_directory(quarantine)
     sync_directory(path.parent)
     bound(quarantine, max_bytes)
 
@@ -42,7 +43,7 @@ def make_folder(path: Path, quarantine: Path, max_bytes: int) -> str:
         note = f"{path} is no folder; set aside"
         discard(path, quarantine, max_bytes)
     try:
-        path.mkdir(mode=0o700, exist_ok=True)
+        make_directory(path)
     except OSError as error:
         note = f"{path} can't be made: {error}"
     return note
@@ -55,7 +56,7 @@ def keep_piece(name: str, data: bytes, quarantine: Path, max_bytes: int) -> None
         OSError: it could not be written; nothing of it is left.
     """
     data = data[:max_bytes]
-    quarantine.mkdir(mode=0o700, exist_ok=True)
+    make_directory(quarantine)
     bound(quarantine, max_bytes - len(data))
     path = _free_name(quarantine, name)
     try:
