@@ -130,6 +130,10 @@ class StorageConfig:
     wal_max_bytes: int = key(64 << 20, "WAL size that forces a nodes-only checkpoint")
     rehydrate_timeout_s: float = key(60.0, "READY comes after so long at the latest, with `pins_pending`")
     rehydrate_max_fraction: float = key(0.8, "Fraction of the pool that rehydration fills")
+    cold_tier: str = key(
+        "auto",
+        "Blocks that are on disk and not in memory, when a request asks for them: `auto` (read where that was measured to be quicker than computing), `always`, `never`",
+    )
     recompute_budget_s: float = key(20.0, "Time for recomputing logged prefixes without bytes before READY (pins take rehydrate_timeout_s)")
 
 

@@ -243,7 +243,9 @@ class Daemon:
         def namespace_of(tenant_salt: bytes, adapter: bytes) -> Namespace:
             return Namespace(fingerprint, tenant_salt, adapter)
 
-        scheduler = Scheduler(config.scheduler, cache, self._clock, namespace_of=namespace_of, max_model_len=max_model_len)
+        scheduler = Scheduler(
+            config.scheduler, cache, self._clock, namespace_of=namespace_of, max_model_len=max_model_len, cold_tier=storage.cold_tier
+        )
         pins = Pins(cache=cache, scheduler=scheduler, recipes=storage.recipe_book, observer=storage, namespace_of=namespace_of)
         reports = Reports(
             facts=self._facts,

@@ -75,6 +75,11 @@ class SchedulerOutput:
     copies: tuple[BlockCopy, ...] = ()
     fills: tuple[object, ...] = ()
 
+    @property
+    def num_chunk_tokens(self) -> int:
+        """Positions of rows that compute more than one, or their first: prompts, mostly."""
+        return sum(row.num_tokens for row in self.started) + sum(count for count in self.continued.num_tokens if count > 1)
+
 
 @dataclass(frozen=True, slots=True)
 class ExecutorOutput:

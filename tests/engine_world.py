@@ -160,6 +160,10 @@ class FakeStore:
     def set_queue_depth(self, num_waiting):
         self.queue_depth = num_waiting
 
+    def note_prefill(self, num_tokens, seconds):
+        assert num_tokens >= 0
+        assert seconds >= 0
+
     def idle_delay_s(self):
         return self.idle_delay
 

@@ -95,6 +95,7 @@ _BY_NAME: Mapping[str, Rule] = MappingProxyType(
         "max_stop_strings": _at_least(0),
         "template_date": Rule("YYYY-MM-DD, or nothing", _is_date),
         "store_max_bytes": Rule("32MiB or more", lambda value: value >= 32 << 20),
+        "cold_tier": _one_of("auto", "always", "never"),
         "write_policy": _one_of("selective", "through", "shutdown"),
         "write_dwell_s": _at_least(0),
         "checkpoint_pause_queue_depth": _at_least(0),

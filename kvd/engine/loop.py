@@ -30,6 +30,7 @@ from kvd.commands import (
     Event,
     FinishChoice,
     Grant,
+    LoadDone,
     OpDone,
     OpFailed,
     PinPrefix,
@@ -84,6 +85,13 @@ class StartWork:
     recompute_deadline_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    step: SchedulerOutput
+    ticket: Ticket
+    submitted_s: float
+
+
 class EngineLoop:
     """Single use: construct, ``run``, done. ``request_drain`` may be called from a signal handler; all else belongs to the loop's thread."""
 
@@ -123,7 +131,8 @@ class EngineLoop:
         self._on_served = on_served
         self._has_served = False
         self._state = State.REHYDRATING
-        self._in_flight: deque[tuple[SchedulerOutput, Ticket]] = deque()
+        self._in_flight: deque[_Flight] = deque()
+        self._collected_s = 0.0
         self._unsent: list[Event] = []
         self._step = 0
         self._work = StartWork()
@@ -182,9 +191,9 @@ class EngineLoop:
         try:
             ticket = self._executor.submit(step)
         except Exception as error:  # a copy that storage asked for has failed before it
-            self._fail_everything((*(each for each, _ in self._in_flight), step), error)
+            self._fail_everything((*(each.step for each in self._in_flight), step), error)
             return False
-        self._in_flight.append((step, ticket))
+        self._in_flight.append(_Flight(step, ticket, self._clock.monotonic()))
         return True
 
     def _between_steps(self) -> None:
@@ -199,12 +208,15 @@ class EngineLoop:
         self._observer.on_step(self._step, self._cache.take_events())
 
     def _collect(self) -> bool:
-        step, ticket = self._in_flight.popleft()
+        flight = self._in_flight.popleft()
+        step = flight.step
         try:
-            output = self._executor.collect(ticket)
+            output = self._executor.collect(flight.ticket)
         except Exception as error:  # whatever the executor raised: its state is unknown from here on
-            self._fail_everything((step, *(each for each, _ in self._in_flight)), error)
+            self._fail_everything((step, *(each.step for each in self._in_flight)), error)
             return False
+        began_s, self._collected_s = max(flight.submitted_s, self._collected_s), self._clock.monotonic()
+        self._observer.note_prefill(step.num_chunk_tokens, self._collected_s - began_s)
         self._take(self._scheduler.update(step, output))
         if self._log_steps:
             self._log_step(step)
@@ -288,6 +300,8 @@ class EngineLoop:
                 self._take(self._pins.on_recipe_durable(command))
             case CheckpointDone():
                 self._checkpoint_done(command)
+            case LoadDone():
+                self._take(self._scheduler.on_load_done(command.load_id, command.num_loaded))
             case Drain():
                 self._drain(command.timeout_s)
                 if command.op_id:

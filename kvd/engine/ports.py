@@ -52,6 +52,9 @@ class CacheObserver(Protocol):
     def set_queue_depth(self, num_waiting: int) -> None:
         """For the governor: how many requests wait."""
 
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A step has computed ``num_tokens`` of prompts, alone or beside decoding, in so long: what loading from disk is weighed against."""
+
     def idle_delay_s(self) -> float:
         """Seconds after which an idle loop should call ``on_step`` again."""
 

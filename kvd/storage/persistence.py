@@ -19,6 +19,7 @@ from kvd.cache.events import CacheEvent
 from kvd.commands import CheckpointDone, Submit
 from kvd.config import StorageConfig
 from kvd.storage.budget import plan_budget
+from kvd.storage.cold_tier import ColdTier
 from kvd.storage.copy_out import IDLE_S, POLL_S
 from kvd.storage.lock import StateLock
 from kvd.storage.node_index import IndexNode
@@ -30,6 +31,7 @@ from kvd.storage.rehydration_report import RehydrationReport
 from kvd.storage.running import Running, assemble
 from kvd.storage.start_guard import STABLE_AFTER_S, StartGuard
 from kvd.types import TOKEN_BYTES, BlockHash, KvGroup, SamplingParams
+from kvd.wal.durable import make_directory
 from kvd.wal.record import Forget
 
 _STOP_S = 10.0
@@ -62,7 +64,7 @@ class Storage:
             StateLockedError: another process holds it.
             OSError: it can't be made or written.
         """
-        config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(config.state_dir)
         lock = StateLock(config.state_dir)
         try:
             guard = StartGuard(config.state_dir)
@@ -119,6 +121,7 @@ class Storage:
             self._groups,
             set_store_aside=self._guard.set_store_aside,
             now_unix_s=int(self._clock.unix()),
+            uses_half_life_s=self._config.uses_half_life_s,
         )
         for damage in recovered.damage:
             self._log.warning("storage.damage", what=damage)
@@ -144,6 +147,7 @@ class Storage:
             recovered,
             budget,
             groups=self._groups,
+            block_size_tokens=block_size_tokens,
             inbox=inbox,
             leases=leases,
             block_io=block_io,
@@ -180,7 +184,9 @@ class Storage:
         chains = recompute_candidates(index, reachable, loaded.in_memory, room) if recompute_pins else []
         pending = tuple(name for name, chain in self._pin_chains if not all(key in loaded.in_memory for key in chain))
         running.store.start()
-        running.planner.start(running.store, degraded_reason=running.recovered.store_error)
+        running.planner.start(running.store, degraded_reason=running.recovered.store_error, generation_lost=running.recovered.store is None)
+        if running.cold_tier is not None:
+            running.cold_tier.start(loaded.num_bytes, time.monotonic() - started_s)
         running.is_started = True
         return RehydrationReport(
             num_blocks=loaded.num_blocks,
@@ -259,14 +265,27 @@ class Storage:
 
     # -------------------------------------------------------------------------------- while the engine runs
 
-    def on_step(self, step: int, events: Sequence[CacheEvent]) -> None:  # noqa: ARG002 (the port's)
+    def on_step(self, step: int, events: Sequence[CacheEvent]) -> None:
         """Take a step's events; end the leases of finished copies and begin a new one. Never waits."""
         running = self._running
         if running is None:
             return
         if events:
             running.planner.observe(events)
+        running.governor.on_step(step)
         running.copy_out.poll()
+        if running.cold_tier is not None:
+            running.cold_tier.poll()
+
+    @property
+    def cold_tier(self) -> ColdTier | None:
+        """What is on disk and not in memory, for the scheduler; None if nothing is to be read while the engine runs."""
+        return self._running.cold_tier if self._running is not None else None
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A step has computed so many tokens of prompts."""
+        if self.cold_tier is not None:
+            self.cold_tier.note_prefill(num_tokens, seconds)
 
     def set_queue_depth(self, num_waiting: int) -> None:
         """How many requests wait: the governor pauses copies above its threshold."""
@@ -278,7 +297,8 @@ class Storage:
         running = self._running
         if running is None:
             return IDLE_S
-        return POLL_S if running.planner.is_busy else running.copy_out.idle_delay_s()
+        cold_s = running.cold_tier.idle_delay_s() if running.cold_tier is not None else IDLE_S
+        return POLL_S if running.planner.is_busy else min(cold_s, running.copy_out.idle_delay_s())
 
     def checkpoint_now(self, op_id: bytes) -> None:
         """Persist every hot block; ``CheckpointDone`` comes through the inbox."""
@@ -314,12 +334,16 @@ class Storage:
             }
         index, planner = running.recovered.index, running.planner
         last_s = planner.last_checkpoint_s
-        reason = planner.degraded_reason or running.wal.fault or fault
+        reason = planner.fault or running.wal.fault or fault
         return {
             "nodes": len(index.nodes),
             "blocks": index.num_stored,
             "bytes": index.stored_bytes,
             "wal_bytes": running.wal.num_bytes,
+            "write_policy": self._config.write_policy,
+            "governor": running.governor.state.value,
+            "waiting_blocks": planner.num_waiting,
+            "waiting_bytes": planner.num_waiting * running.budget.block_bytes,
             "last_checkpoint_age_s": None if last_s is None else round(self._clock.monotonic() - last_s, 3),
             "degraded": bool(reason),
             "reason": reason,
@@ -340,9 +364,10 @@ class Storage:
         return {
             **running.wal.stats(),
             **running.planner.stats(),
+            **(running.cold_tier.stats() if running.cold_tier is not None else {}),
             "checkpoint_copied_bytes": running.copy_out.num_copied_bytes,
-            "checkpoint_paused_steps": running.governor.num_pauses,
-            "checkpoint_is_paused": running.governor.is_paused,
+            "governor": running.governor.state.value,
+            "held_back": dict(running.governor.num_held()),
         }
 
     # -------------------------------------------------------------------------------- end
@@ -372,6 +397,8 @@ class Storage:
         running = self._running
         if running is not None:
             if running.is_started:
+                if running.cold_tier is not None:
+                    running.cold_tier.stop(_STOP_S)
                 running.planner.stop(_STOP_S)
                 running.store.stop(_STOP_S)
             elif running.recovered.store is not None:

@@ -59,6 +59,10 @@ class LoadTarget(Protocol):
     @property
     def block_hash(self) -> BlockHash: ...
 
+    @property
+    def is_wanted(self) -> bool:
+        """False once the node has left the tree: the block may be another's by then."""
+
 
 class RehydrationCache(Protocol):
     """The cache, as rehydration sees it, before the engine loop runs."""
@@ -97,6 +101,8 @@ class Clock(Protocol):
 
 class Log(Protocol):
     """A structured log, as structlog's."""
+
+    def debug(self, event: str, **fields: Any) -> Any: ...
 
     def info(self, event: str, **fields: Any) -> Any: ...
 

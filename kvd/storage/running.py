@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 from kvd.config import StorageConfig
 from kvd.storage.budget import Budget, PlannerLimits
-from kvd.storage.copy_out import CopyOut, CopyRequests, Governor
+from kvd.storage.cold_tier import ColdTier
+from kvd.storage.copy_out import CopyOut, CopyRequests
+from kvd.storage.governor import Governor
+from kvd.storage.hot_blocks import WritePolicy
+from kvd.storage.load_cost import LoadCost
 from kvd.storage.planner import Planner
 from kvd.storage.ports import BlockIO, Clock, Leases, Log, StorageInbox
 from kvd.storage.recovery import WAL_NAME, Recovered
@@ -17,6 +21,7 @@ from kvd.types import KvGroup
 from kvd.wal.writer import WalWriter
 
 _NUM_STAGING_BUFFERS = 4
+_NUM_COLD_BUFFERS = 3
 _WAL_QUEUE_CAPACITY = 65536
 
 
@@ -32,6 +37,7 @@ class Running:
     copy_out: CopyOut
     planner: Planner
     store: StoreThread
+    cold_tier: ColdTier | None
     is_started: bool = False
 
 
@@ -41,6 +47,7 @@ def assemble(
     budget: Budget,
     *,
     groups: Sequence[KvGroup],
+    block_size_tokens: int,
     inbox: StorageInbox,
     leases: Leases,
     block_io: BlockIO,
@@ -77,8 +84,12 @@ def assemble(
         max_nodes=budget.max_nodes,
         max_wanted=2 * _NUM_STAGING_BUFFERS * staging.max_blocks,
         block_bytes=budget.block_bytes,
+        write_policy=WritePolicy(config.write_policy),
+        write_dwell_s=config.write_dwell_s,
     )
-    planner = Planner(index=recovered.index, wal=wal, requests=requests, inbox=inbox, limits=limits, clock=clock, log=log)
+    planner = Planner(
+        index=recovered.index, wal=wal, requests=requests, governor=governor, inbox=inbox, limits=limits, clock=clock, log=log
+    )
     store = StoreThread(
         recovered.generations,
         recovered.store,
@@ -98,6 +109,29 @@ def assemble(
         on_staged=store.stage,
         on_returned=planner.returned,
     )
+    cold_tier = None
+    if config.cold_tier != "never":
+        cold_tier = ColdTier(
+            index=recovered.index,
+            store=store,
+            planner=planner,
+            wal=wal,
+            cost=LoadCost(sum(group.row_bytes for group in groups), block_size_tokens, always=config.cold_tier == "always"),
+            groups=groups,
+            staging=StagingPool(groups, buffer_bytes=config.checkpoint_bytes_per_step, num_buffers=_NUM_COLD_BUFFERS),
+            block_io=block_io,
+            inbox=inbox,
+            clock=clock,
+            log=log,
+        )
     return Running(
-        recovered=recovered, budget=budget, staging=staging, wal=wal, governor=governor, copy_out=copy_out, planner=planner, store=store
+        recovered=recovered,
+        budget=budget,
+        staging=staging,
+        wal=wal,
+        governor=governor,
+        copy_out=copy_out,
+        planner=planner,
+        store=store,
+        cold_tier=cold_tier,
     )

@@ -46,7 +46,7 @@ class QuietLog:
     def info(self, event, **fields):
         self.entries.append((event, fields))
 
-    warning = error = info
+    warning = error = debug = info
 
     def named(self, event: str) -> list[dict]:
         return [fields for name, fields in self.entries if name == event]
@@ -60,7 +60,7 @@ class Inbox:
         self.commands.append(command)
 
     def find(self, op_id: bytes):
-        return next((command for command in list(self.commands) if command.op_id == op_id), None)
+        return next((command for command in list(self.commands) if getattr(command, "op_id", None) == op_id), None)
 
 
 class PoolRunner:
@@ -220,6 +220,8 @@ def crash(world: World) -> None:
     world.executor.close(10)
     running = world.storage._running
     if running is not None:
+        if running.cold_tier is not None:
+            running.cold_tier.stop(10)
         running.planner.stop(10)
         running.store._changes.clear()
         running.store._staged.clear()
