@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -11,6 +12,18 @@ from kvd.cli.connect import READY, Target, json_option, target_options
 from kvd.cli.exits import Exit
 from kvd.cli.output import print_facts, print_json, print_rows
 from kvd.cli.units import human_duration, human_size
+
+_GOVERNOR_PARTS = ("governor", "waiting_blocks", "waiting_bytes")
+_GOVERNORS = MappingProxyType(
+    {
+        "none": "nothing holds copies to disk back",
+        "rate": "checkpoint_bytes_per_s is used up",
+        "queue": "more requests wait than checkpoint_pause_queue_depth",
+        "staging": "the disk is slower than the copies",
+        "in_flight": "as much as may be is under way",
+        "disk": "the disk budget is full, or the store is degraded",
+    }
+)
 
 
 @click.command()
@@ -74,13 +87,21 @@ def _status_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if blocks := report.get("blocks"):
         yield "blocks", _list(blocks)
     if store := report.get("store"):
-        yield "store", _list(store)
+        yield "store", _list({key: value for key, value in store.items() if key not in _GOVERNOR_PARTS})
+        if governor := store.get("governor"):
+            yield "governor", _governor(governor, store)
     if rehydration := report.get("rehydration"):
         yield "rehydration", _list({key: value for key, value in rehydration.items() if key not in {"dropped", "pins_not_held"}})
         if dropped := rehydration.get("dropped"):
             yield "dropped", _list(dropped)
         if not_held := rehydration.get("pins_not_held"):
             yield "warning", f"{not_held} of the pins not held; `kvd prefixes` says why"
+
+
+def _governor(name: str, store: Mapping[str, Any]) -> str:
+    """What holds copies to disk back, in words."""
+    waiting = f"{store.get('waiting_blocks', 0)} blocks ({human_size(store.get('waiting_bytes', 0))}) wait to be written"
+    return f"{name}: {_GOVERNORS.get(name, 'holds copies back')}; {waiting}"
 
 
 def _list(values: Mapping[str, Any]) -> str:

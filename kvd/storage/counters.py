@@ -14,6 +14,7 @@ class Counters:
     num_committed_blocks: int = 0
     num_committed_bytes: int = 0
     num_refused_blocks: int = 0
+    num_evicted_unwritten: int = 0
     num_expired_bytes: int = 0
     num_trimmed_nodes: int = 0
     num_lost_events: int = 0
@@ -37,6 +38,7 @@ class Counters:
             "checkpoint_commit_ms_total": round(self.commit_s_total * 1e3, 3),
             "checkpoint_commit_ms_max": round(self.commit_s_max * 1e3, 3),
             "checkpoint_refused_blocks": self.num_refused_blocks,
+            "checkpoint_evicted_blocks": self.num_evicted_unwritten,
             "expired_bytes": self.num_expired_bytes,
             "trimmed_nodes": self.num_trimmed_nodes,
             "lost_events": self.num_lost_events,

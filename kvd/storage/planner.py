@@ -6,6 +6,7 @@ used twice or more) and the storage thread for commits. It never touches the dis
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from kvd.commands import CheckpointDone
 from kvd.storage.budget import PlannerLimits
 from kvd.storage.copy_out import CopyRequests, Wanted
 from kvd.storage.counters import Counters
+from kvd.storage.fault_episode import FaultEpisode
+from kvd.storage.governor import Governor, HeldBy
 from kvd.storage.handover import Handover
 from kvd.storage.hot_blocks import HotBlocks
 from kvd.storage.node_index import IndexNode, NodeIndex
@@ -33,6 +36,8 @@ MAX_WAITING_EVENTS = 65536
 _EXPIRE_FRACTION = 0.02
 _FULL_EXPIRE_FRACTION = 0.1
 _WAKE_S = 0.25
+_GATHER_S = 0.02
+_TRIM_STEP = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,7 @@ class Planner:
         index: NodeIndex,
         wal: WalWriter,
         requests: CopyRequests,
+        governor: Governor,
         inbox: StorageInbox,
         limits: PlannerLimits,
         clock: Clock,
@@ -68,6 +74,7 @@ class Planner:
         self._index = index
         self._wal = wal
         self._requests = requests
+        self._governor = governor
         self._inbox = inbox
         self._limits = limits
         self._clock = clock
@@ -77,15 +84,20 @@ class Planner:
         self._handlers: dict[type, Callable[[Any], None]] = {}
         self._refusals: dict[type, Callable[[Any], None]] = {}
         self._wake = threading.Event()
+        self._hurry = threading.Event()
+        """Something waits that is not just a block's event."""
         self._stopping = False
         self._logged_roots: set[BlockHash] = set()
-        self._hot = HotBlocks(limits.max_wanted)
+        self._hot = HotBlocks(limits.write_policy, limits.max_wanted, dwell_s=limits.write_dwell_s)
         self._unknown_pin = ""
-        self._in_fault = False
+        self._fault = FaultEpisode(log)
+        self._wants_room = False
         self._operations = Operations()
         self._handover = Handover(index, wal)
-        self._next_checkpoint_s = clock.monotonic() + limits.checkpoint_interval_s
+        self._now_s, self._now_unix_s = clock.monotonic(), int(clock.unix())
+        self._next_checkpoint_s = self._now_s + limits.checkpoint_interval_s
         self._no_room_until_s = 0.0
+        self._trim_above = limits.max_nodes
         self.final_done = threading.Event()
         self.degraded_reason = ""
         self.last_checkpoint_s: float | None = None
@@ -93,23 +105,42 @@ class Planner:
         self._handle_own()
         self._thread = threading.Thread(target=self._run, name="kvd-planner", daemon=True)
 
-    def start(self, store: StoreThread, *, degraded_reason: str) -> None:
+    def start(self, store: StoreThread, *, degraded_reason: str, generation_lost: bool) -> None:
+        """``degraded_reason``: why the store can't be written; ``generation_lost``: nothing of it could be read either."""
         self._store = store
         self._handover.store = store
         self.degraded_reason = degraded_reason
         if degraded_reason:
+            self._fault.refused(degraded_reason, generation_lost=generation_lost)
+        if generation_lost:
             self._index.forget_stored()
         self._thread.start()
 
+    @property
+    def fault(self) -> str:
+        """Why blocks do not reach the disk; empty when they do. It outlasts ``degraded_reason``: a disk that takes a row may not take a block."""
+        return self.degraded_reason or self._fault.reason
+
     def stop(self, timeout_s: float) -> bool:
         self._stopping = True
+        self._hurry.set()
         self._wake.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start; readable from any thread."""
-        return {**self.counters.as_dict(), "hot_blocks_waiting": self._hot.num_waiting, "blocks_under_way": self._hot.num_under_way}
+        return {
+            **self.counters.as_dict(),
+            "hot_blocks_waiting": self.num_waiting,
+            "blocks_under_way": self._hot.num_under_way,
+            "dwelling_blocks": self._hot.num_dwelling,
+        }
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks that are to be written and that no copy has been begun of."""
+        return self._hot.num_waiting + len(self._requests.wanted)
 
     # -------------------------------------------------------------------------------- engine thread
 
@@ -148,14 +179,18 @@ class Planner:
     def post(self, message: Any) -> None:
         """From any thread; a message of a kind that somebody handles."""
         self._mail.append(message)
+        self._hurry.set()
         self._wake.set()
 
     # -------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         while not self._stopping:
-            self._wake.wait(_WAKE_S)
+            if self._wake.wait(_WAKE_S):
+                self._hurry.wait(_GATHER_S)  # a round for the events of several steps: each one interrupts the engine's Python
             self._wake.clear()
+            self._hurry.clear()
+            self._now_s, self._now_unix_s = self._clock.monotonic(), int(self._clock.unix())
             try:
                 while self._mail:
                     message = self._mail[0]
@@ -240,9 +275,9 @@ class Planner:
                 self._touch(node)
 
     def _touch(self, node: IndexNode) -> None:
-        node.last_use_unix_s = int(self._clock.unix())
+        node.last_use_unix_s = self._now_unix_s
         self._index.dirty[node.block_hash] = node
-        self._hot.consider(node)
+        self._hot.consider(node, self._now_s)
 
     def _removed(self, event: BlockRemoved) -> None:
         node = self._index.nodes.get(event.block_hash)
@@ -250,6 +285,7 @@ class Planner:
             node.block_id = BlockId(-1)
             if self._hot.discard(node):
                 self._operations.settle(node.block_hash)
+                self.counters.num_evicted_unwritten += 1
 
     def _pinned(self, event: BlocksPinned) -> None:
         if not event.block_hashes or not self._index.pin(event.name, event.block_hashes[-1]):
@@ -258,7 +294,7 @@ class Planner:
             return
         self._wal.append(Pin(event.name, event.block_hashes[-1]))
         for node in self._index.nodes[event.block_hashes[-1]].chain():
-            self._hot.consider(node)
+            self._hot.consider(node, self._now_s)
 
     def _unpinned(self, event: BlocksUnpinned) -> None:
         self._index.unpin(event.name)
@@ -290,28 +326,25 @@ class Planner:
                 self._index.dropped_bytes.add(block_hash)
         self._handover.committed(result.number)
         self._wal.retire(result.applied_lsn)
-        if self._in_fault and (result.block_hashes or not self._hot.pending()):
-            self._in_fault = False
-            self._log.info("storage.resumed")
+        if result.block_hashes or (result.has_room and not self._hot.pending()):
+            self._fault.over()
         self.last_checkpoint_s = self._clock.monotonic()
         self.counters.add_commit(len(result.block_hashes), result.num_bytes, result.seconds)
         self._operations.committed(len(result.block_hashes), result.num_bytes, result.number)
 
     def _degraded(self, result: Degraded) -> None:
-        is_news = not self._in_fault
-        self._in_fault = True
-        if is_news or result.generation_lost:
-            self._log.error("storage.degraded", reason=result.reason, generation_lost=result.generation_lost)
+        if self.degraded_reason and not result.generation_lost:  # a try that failed
+            self.degraded_reason = self._fault.reason = result.reason
+            return
+        self.counters.num_degradations += self._fault.refused(result.reason, generation_lost=result.generation_lost)
+        self._wants_room = self._fault.is_second_refusal and not result.generation_lost
         self._become_degraded(result.reason)
         self._release(result.block_hashes)
         if result.generation_lost:
             self._index.forget_stored()
             self._logged_roots.clear()
-        elif is_news:  # full: free pages let the file go on without growing
-            self.counters.num_expired_bytes += self._index.expire_bytes(int(self._index.stored_bytes * _FULL_EXPIRE_FRACTION))
 
     def _become_degraded(self, reason: str) -> None:
-        self.counters.num_degradations += 1
         self.degraded_reason = reason
         while self._requests.wanted:
             try:
@@ -326,8 +359,11 @@ class Planner:
     def _resumed(self, _: Resumed) -> None:
         self.degraded_reason = ""
         self._next_checkpoint_s = self._clock.monotonic()
+        if self._wants_room:  # free pages let the file go on without growing
+            self._wants_room = False
+            self.counters.num_expired_bytes += self._index.expire_bytes(int(self._index.stored_bytes * _FULL_EXPIRE_FRACTION))
         for node in self._index.nodes.values():
-            self._hot.consider(node)
+            self._hot.consider(node, self._now_s)
 
     # -------------------------------------------------------------------------------- operations
 
@@ -344,7 +380,7 @@ class Planner:
         self._hot.everything = True
         resident = [node for node in self._index.nodes.values() if node.is_resident]
         for node in sorted(resident, key=self._index.rank, reverse=True):
-            self._hot.consider(node)
+            self._hot.consider(node, self._now_s)
         self._wait_for_all(self._mark_clean)
 
     def _mark_clean(self, _num_blocks: int, _num_bytes: int, error: str) -> None:
@@ -366,7 +402,7 @@ class Planner:
         self._handover.send(commit=True)
         for leaf in self._index.pins.values():  # those that found no room before get another try, or their refusal is told
             for node in self._index.nodes[leaf].chain():
-                self._hot.consider(node)
+                self._hot.consider(node, self._now_s)
         self._operations.begin(done, self._hot.pending(), self._handover.number)
         self._set_eager()
 
@@ -380,14 +416,15 @@ class Planner:
 
     def _advance(self) -> None:
         if self.degraded_reason:
+            self._governor.hold_grants(HeldBy.DISK)
             return
         self._grant()
-        now = self._clock.monotonic()
+        now = self._now_s
         due = now >= self._next_checkpoint_s or self._wal.num_bytes > self._limits.wal_soft_bytes
         if due and not self._handover.awaits_commit:
             self._next_checkpoint_s = now + self._limits.checkpoint_interval_s
             self._keep_bounds()
-            if self._handover.is_due or self._hot.num_under_way:
+            if self._handover.is_due or self._hot.num_under_way or self._fault.reason:
                 self._handover.send(commit=True)
         if self._operations:
             self._operations.complete()
@@ -395,8 +432,10 @@ class Planner:
 
     def _keep_bounds(self) -> None:
         index, limits = self._index, self._limits
-        if len(index.nodes) > limits.max_nodes:
+        if len(index.nodes) > self._trim_above:
             self.counters.num_trimmed_nodes += index.trim(int(limits.max_nodes * 0.9))
+            # It looks at every node. Where few could go, the next try waits for more of them.
+            self._trim_above = max(limits.max_nodes, len(index.nodes) + int(limits.max_nodes * _TRIM_STEP))
         excess = index.stored_bytes - limits.max_block_bytes
         if excess > 0:
             self.counters.num_expired_bytes += index.expire_bytes(excess)
@@ -404,6 +443,7 @@ class Planner:
     def _grant(self) -> None:
         """Hand hot blocks to the engine thread, pinned ones first, as long as there is room for them on disk and under way."""
         granted: list[IndexNode] = []
+        held_by = HeldBy.NONE
         while (node := self._hot.take()) is not None:
             if self._make_room(node):
                 granted.append(node)
@@ -411,22 +451,33 @@ class Planner:
             self._hot.release(node.block_hash, node)
             self._operations.settle(node.block_hash, "the disk budget has no room for all pins" if node.num_pins else "")
             self.counters.num_refused_blocks += 1
+            held_by = HeldBy.DISK
+        if self._hot.num_waiting:
+            held_by = HeldBy.IN_FLIGHT
+        self._governor.hold_grants(held_by)
+        while self._governor.is_idle and self._has_free_room() and (node := self._hot.take_dwelt(self._now_s)) is not None:
+            granted.append(node)
         if not granted:
             return
         if self._handover.has_changes:
             self._handover.send(commit=False)  # a block's node precedes its bytes
         self._handover.uncommitted = True
-        self._requests.wanted.extend(Wanted(node.block_hash, node.block_id) for node in granted)
+        self._requests.wanted.extend(Wanted(node.block_hash, node.block_id, node.root) for node in granted)
+
+    def _has_free_room(self) -> bool:
+        """Whether one more block fits on disk without anything expiring."""
+        limits = self._limits
+        return self._index.stored_bytes + (self._hot.num_under_way + 1) * limits.block_bytes <= limits.max_block_bytes
 
     def _make_room(self, node: IndexNode) -> bool:
         limits, index = self._limits, self._index
         needed = index.stored_bytes + self._hot.num_under_way * limits.block_bytes - limits.max_block_bytes
         if needed <= 0:
             return True
-        now = self._clock.monotonic()
+        now = self._now_s
         if now < self._no_room_until_s and not node.num_pins:
             return False
-        below = (True, 0.0, 0) if node.num_pins else index.rank(node)  # one pin's bytes never make room for another's
+        below = (True, -math.inf) if node.num_pins else index.rank(node)  # one pin's bytes never make room for another's
         freed = index.expire_bytes(max(needed, int(limits.max_block_bytes * _EXPIRE_FRACTION)), below=below)
         self.counters.num_expired_bytes += freed
         if freed < needed:

@@ -1,6 +1,6 @@
 """Bringing blocks back from disk before traffic: which, in what order, and every check on the way into the pool.
 
-Pins come first, then what is worth most (uses × recompute cost ÷ bytes), each with everything above it. A block whose bytes, header, identity or fingerprint fail
+Pins come first, then what is worth most (decayed uses × recompute cost ÷ bytes), each with everything above it. A block whose bytes, header, identity or fingerprint fail
 is dropped and counted, and so is what hangs below it; all of it is computed again when asked for.
 """
 
@@ -85,7 +85,7 @@ def choose(index: NodeIndex, pinned_chains: Iterable[Sequence[BlockHash]], max_b
             known.append(node)
         take(known)
     stored = [node for node in index.nodes.values() if node.stored_bytes]
-    for node in sorted(stored, key=lambda each: (index.value(each), each.last_use_unix_s, each.depth), reverse=True):
+    for node in sorted(stored, key=lambda each: (index.value(each), each.depth), reverse=True):
         if len(chosen) >= max_blocks:
             break
         if node.block_hash not in chosen:
@@ -280,7 +280,7 @@ def recompute_candidates(index: NodeIndex, reachable: set[BlockHash], in_memory:
     ends = [node for node in hot if node.block_hash not in inner and node.block_hash not in reachable]
     chains: list[list[IndexNode]] = []
     counted = set(in_memory)
-    for node in sorted(ends, key=lambda each: (index.value(each), each.last_use_unix_s), reverse=True):
+    for node in sorted(ends, key=index.value, reverse=True):
         chain = node.chain()
         missing = [each.block_hash for each in chain if each.block_hash not in counted]
         if len(missing) <= max_blocks:

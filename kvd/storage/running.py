@@ -60,6 +60,7 @@ def assemble(
         config.state_dir / WAL_NAME,
         recovered.log_position(),
         store_uuid=recovered.generations.current.store_uuid,
+        seal=recovered.generations.codec.wal_seal(recovered.generations.current.store_uuid),
         sync_interval_s=config.wal_sync_interval_ms / 1e3,
         segment_bytes=budget.wal_segment_bytes,
         max_bytes=budget.wal_max_bytes,
