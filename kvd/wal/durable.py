@@ -37,6 +37,14 @@ def make_directory(path: Path) -> None:
         sync_directory(path.parent)
 
 
+def keep_private(directory: Path) -> None:
+    """Take every right over ``directory`` from others than its owner; where it is somebody else's that is theirs to do."""
+    mode = directory.stat().st_mode
+    if mode & 0o077:
+        with contextlib.suppress(OSError):
+            directory.chmod(mode & 0o700)
+
+
 def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
     """``pwrite`` until all of ``data`` is written."""
     view = memoryview(data)

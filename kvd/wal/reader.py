@@ -20,8 +20,12 @@ from kvd.wal.record import (
     decode_record,
     decode_segment_header,
     format_of,
+    record_extent,
+    synced_lsn,
 )
 
+_SECTOR_BYTES = 512
+"""What a disk writes whole or not at all."""
 _SEGMENT_NAME = re.compile(r"^(\d{16})\.wal$")
 
 
@@ -31,9 +35,9 @@ class SegmentEnd(StrEnum):
     CLEAN = "clean"
     """Zeros, or the end of the file."""
     TORN = "torn"
-    """An incomplete record with nothing valid behind it: a write that a crash cut."""
+    """Writes that a crash cut: an incomplete record with nothing valid behind it, or one that lacks a sector, and nothing behind it says that it had been synced."""
     DAMAGED = "damaged"
-    """An invalid record with valid ones behind it, or no valid header."""
+    """Any other invalid record with valid ones behind it, or no valid header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +97,31 @@ def parse_segment(number: int, path: Path, data: bytes, seal: PayloadSeal | None
         if record is not None:
             records.append((lsn, record))
         offset, last_lsn = after, lsn
-    return Segment(path, number, len(data), header, records, last_lsn, offset, _end(view, offset, header.salt, seal))
+    return Segment(path, number, len(data), header, records, last_lsn, offset, _end(view, offset, header.salt, seal, last_lsn))
 
 
-def _end(view: memoryview, offset: int, salt: int, seal: PayloadSeal | None) -> SegmentEnd:
+def _end(view: memoryview, offset: int, salt: int, seal: PayloadSeal | None, last_lsn: int) -> SegmentEnd:
     rest = view[offset:]
     used = offset + len(bytes(rest).rstrip(b"\0"))
     if used == offset:
         return SegmentEnd.CLEAN
-    for start in range(offset + ALIGNMENT, used, ALIGNMENT):
+    has_more, start = False, offset + ALIGNMENT
+    while start < used:
         try:
-            decode_record(view, start, salt, seal)
+            _, _, after = decode_record(view, start, salt, seal)
         except WalDamageError:
+            start += ALIGNMENT
             continue
-        return SegmentEnd.DAMAGED
-    return SegmentEnd.TORN
+        if synced_lsn(view, start) > last_lsn:
+            return SegmentEnd.DAMAGED
+        has_more, start = True, after
+    return SegmentEnd.DAMAGED if has_more and not _lacks_sector(view, offset) else SegmentEnd.TORN
+
+
+def _lacks_sector(view: memoryview, offset: int) -> bool:
+    """Whether a sector under the invalid record at ``offset`` was not written since the segment was made: a power cut leaves zeros, other damage does not."""
+    first, last = offset // _SECTOR_BYTES, (record_extent(view, offset) - 1) // _SECTOR_BYTES
+    return any(not any(view[max(offset, sector * _SECTOR_BYTES) : (sector + 1) * _SECTOR_BYTES]) for sector in range(first, last + 1))
 
 
 def read_segments(directory: Path, store_uuid: bytes | None, seal: PayloadSeal | None = None) -> Iterator[tuple[Segment, str]]:

@@ -6,7 +6,8 @@ A record is a 24-byte header and a msgpack payload, padded with zeros to a multi
     u32 length   of the payload in bytes
     u8  type     1 insert, 2 pin, 3 unpin, 4 forget
     u8  flags    bit 0: a reader that doesn't know the type may pass the record by
-    u16, u32     zero
+    u16          zero
+    u32 unsynced records before it in its segment that were not known to be synced when it was written
     u64 lsn      one more than that of the record before
 
 All integers are little-endian. The salt keeps a record from validating in a segment that it was not written to.
@@ -35,6 +36,7 @@ FLAG_IGNORABLE = 1
 _SEGMENT = struct.Struct("<8sHHI16sQQQII")
 """magic, format version, header bytes, salt, store uuid, segment number, first LSN, zero, zero, crc32c of all before."""
 _RECORD = struct.Struct("<IIBBHIQ")
+_RECORD_START = struct.Struct("<II")
 _CRC = struct.Struct("<I")
 
 
@@ -155,8 +157,8 @@ def decode_segment_header(data: bytes | memoryview, format_version: int = FORMAT
     return SegmentHeader(store_uuid, number, first_lsn, salt)
 
 
-def encode_record(record: Record, lsn: int, salt: int, seal: PayloadSeal | None = None) -> bytes:
-    """One record as it stands in a segment with ``salt``.
+def encode_record(record: Record, lsn: int, salt: int, seal: PayloadSeal | None = None, *, num_unsynced: int = 0) -> bytes:
+    """One record as it stands in a segment with ``salt``; ``num_unsynced`` of those before it there are not known to be synced.
 
     Raises:
         WalRecordTooLargeError: the payload is above ``MAX_PAYLOAD_BYTES``.
@@ -167,8 +169,21 @@ def encode_record(record: Record, lsn: int, salt: int, seal: PayloadSeal | None 
         payload = seal.seal(record, payload, lsn)
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise WalRecordTooLargeError(f"a record of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES} are allowed")
-    body = _RECORD.pack(0, len(payload), type_of(record), 0, 0, 0, lsn)[4:] + payload + bytes(-len(payload) % ALIGNMENT)
+    body = _RECORD.pack(0, len(payload), type_of(record), 0, 0, num_unsynced, lsn)[4:] + payload + bytes(-len(payload) % ALIGNMENT)
     return _CRC.pack(crc32c(body, salt)) + body
+
+
+def synced_lsn(data: memoryview, offset: int) -> int:
+    """What the valid record at ``offset`` proves: every record of its segment up to this LSN had been synced before it was written."""
+    _, _, _, _, _, num_unsynced, lsn = _RECORD.unpack_from(data, offset)
+    return int(lsn - 1 - num_unsynced)
+
+
+def record_extent(data: memoryview, offset: int) -> int:
+    """Where the record at ``offset`` ends by its own account, valid or not; where that can't be, the end of its header."""
+    end = offset + RECORD_HEADER_BYTES
+    _, length = _RECORD_START.unpack_from(data, offset) if offset + _RECORD_START.size <= len(data) else (0, 0)
+    return min(len(data), end + length + (-length % ALIGNMENT) if length <= MAX_PAYLOAD_BYTES else end)
 
 
 def decode_record(data: memoryview, offset: int, salt: int, seal: PayloadSeal | None = None) -> tuple[int, Record | None, int]:

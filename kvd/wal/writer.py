@@ -286,7 +286,7 @@ class WalWriter:
         last_lsn = active.last_lsn
         while entries:
             lsn, record = entries[0]
-            data = encode_record(record, lsn, active.salt, self._payload_seal)
+            data = encode_record(record, lsn, active.salt, self._payload_seal, num_unsynced=lsn - 1 - active.last_lsn)
             if active.offset + len(chunk) + len(data) > active.size_bytes:
                 break
             chunk += data

@@ -271,10 +271,10 @@ def test_an_unforeseen_error_of_the_log_shows_and_heals(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "_RETRY_MIN_S", 0.01)
     real, broken = writer.encode_record, [True]
 
-    def encode(record, lsn, salt, *rest):
+    def encode(*record, **frame):
         if broken[0]:
             raise RuntimeError("nobody foresaw this")
-        return real(record, lsn, salt, *rest)
+        return real(*record, **frame)
 
     monkeypatch.setattr(writer, "encode_record", encode)
     world = World(tmp_path)

@@ -159,6 +159,44 @@ def test_a_torn_tail_is_cut_and_is_no_damage(wal, tmp_path):
     assert repair(wal, tmp_path / "quarantine")[1].torn_bytes == 0
 
 
+def group_of(count: int, *, num_synced: int) -> tuple[bytearray, list[int]]:
+    """A segment whose first ``num_synced`` records were synced, and the rest written after that in one group; where each record ends."""
+    data, ends = bytearray(encode_segment_header(SegmentHeader(UUID, 1, 1, 99))), []
+    for lsn, record in enumerate(some_records(count), 1):
+        data += encode_record(record, lsn, 99, num_unsynced=max(0, lsn - 1 - num_synced))
+        ends.append(len(data))
+    return data + bytes(-len(data) % 512 + 512), ends
+
+
+def test_any_sector_that_a_power_cut_kept_from_the_disk_is_no_damage(wal):
+    whole, ends = group_of(45, num_synced=5)
+    first, last = ends[4] // 512, (ends[-1] - 1) // 512
+    assert 3 <= last - first <= 8
+    for missing in range(1 << (last - first + 1)):
+        data = whole.copy()
+        for sector in range(first, last + 1):
+            if missing >> (sector - first) & 1:
+                start = max(ends[4], sector * 512)
+                data[start : (sector + 1) * 512] = bytes((sector + 1) * 512 - start)
+        segment = parse_segment(1, segment_path(wal, 1), bytes(data))
+        assert 5 <= len(segment.records) <= 45
+        assert segment.end is not SegmentEnd.DAMAGED
+
+
+def test_a_lost_sector_that_had_been_synced_is_damage(wal):
+    whole, ends = group_of(40, num_synced=30)
+    sector = ends[10] // 512 + 1
+    assert (sector + 1) * 512 < ends[29]
+    whole[sector * 512 : (sector + 1) * 512] = bytes(512)
+    assert parse_segment(1, segment_path(wal, 1), bytes(whole)).end is SegmentEnd.DAMAGED
+
+
+def test_a_flipped_bit_in_a_group_that_was_not_synced_is_damage(wal):
+    whole, ends = group_of(40, num_synced=5)
+    whole[ends[10] + 30] ^= 1
+    assert parse_segment(1, segment_path(wal, 1), bytes(whole)).end is SegmentEnd.DAMAGED
+
+
 def test_damage_before_the_tail_keeps_what_precedes_it_and_is_reported(wal, tmp_path):
     records = fill(wal, 60)
     segments = list_segments(wal)
