@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest -q --durations=15
 # Marks of the tests that need more than the pure environment has.
 IMPURE := torch or store or socket or e2e or model or oracle or systemd
 
-.PHONY: demo test setup model lint test-pure test-full bench install wheels clean
+.PHONY: demo test setup model lint test-pure test-full bench soak install wheels clean
 
 demo: model
 	$(BIN)/kvd demo
@@ -53,6 +53,10 @@ test-full: test-pure model
 
 bench: model
 	$(BIN)/python tests/bench/bench_daemon.py --out docs/benchmarks.md
+
+# Random work, random deaths, and an oracle: make soak SOAK="--kills 500 --seed 7 --jobs 2".
+soak: setup
+	PYTHONPATH=tests $(BIN)/python tests/crash/soak.py $(SOAK)
 
 # sdists too: wheels are built from them, so that nothing left in build/ gets in.
 wheels: setup

@@ -101,22 +101,6 @@ def test_an_unpinned_prefix_is_gone_after_a_kill(tmp_path: Path) -> None:
             assert client.status()["blocks"]["pinned"] == len(OTHER) // 16
 
 
-def test_killed_in_the_instant_after_the_acknowledgement(tmp_path: Path) -> None:
-    """Twenty lives, each ended by SIGKILL as soon as a pin is acknowledged with its bytes: every pin is there, and the newest needs no computing."""
-    newest = ""
-    for life in range(21):
-        with DaemonProcess(tmp_path) as process:
-            process.wait_ready()
-            with process.client() as client:
-                assert {name: pin["state"] for name, pin in pins(client).items()} == {f"pin-{number}": "held" for number in range(life)}
-                if newest:
-                    assert ask(client, newest + "?") == (block_tokens(newest), block_tokens(newest), 0)
-                newest = f"In life {life} the house rule is a new one, and it says so at some length. " * (1 + life % 4)
-                pinned = client.pin(f"pin-{life}", newest)
-                process.kill()
-            assert pinned.details["durable"] == "recipe+bytes"
-
-
 def test_a_recipe_that_can_not_be_written_is_no_pin(tmp_path: Path) -> None:
     """Neither a new one, nor one that was to replace another: that stays as it was."""
     with DaemonProcess(tmp_path, env={"KVD_FAILPOINTS": "recipes.before_sync=raise@2"}) as process:
