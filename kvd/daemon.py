@@ -35,7 +35,15 @@ from kvd.model_opening import OpenEngine, describe_model, open_engine
 from kvd.observe.progress import Progress
 from kvd.pin_rendering import current_recipes
 from kvd.scheduler.scheduler import Scheduler
-from kvd.storage.errors import DiskFaultError, RecipesUnreadableError, StateDirError, StateLockedError, UnknownFormatError, state_dir_errors
+from kvd.storage.errors import (
+    DiskFaultError,
+    EncryptionKeyError,
+    RecipesUnreadableError,
+    StateDirError,
+    StateLockedError,
+    UnknownFormatError,
+    state_dir_errors,
+)
 from kvd.storage.persistence import Storage
 from kvd.text.errors import TextError
 from kvd.text.model import TextModel, load_text_model
@@ -97,7 +105,7 @@ def _run(daemon: Daemon) -> int:
         event, code = _TEMPORARY_ENDS[type(error)]
         structlog.get_logger("daemon").error(event, error=str(error))
         return code
-    except (StateDirError, UnknownFormatError, RecipesUnreadableError, EndpointError, ModelError, TextError) as error:
+    except (StateDirError, UnknownFormatError, RecipesUnreadableError, EncryptionKeyError, EndpointError, ModelError, TextError) as error:
         raise ConfigError(str(error)) from error
 
 

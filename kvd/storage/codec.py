@@ -86,10 +86,27 @@ class Codec(Protocol):
                 ``memory`` must not be used.
         """
 
-    def verify_block(self, key: bytes, value: memoryview, block_hash: bytes) -> int:
-        """Check a value by itself, without knowing its group (for tools); the row's bytes."""
+    def verify_block(self, key: bytes, value: memoryview) -> tuple[str, BlockHash, int]:
+        """Check a value by itself (for tools): its group, its hash and the row's bytes."""
+
+    def plain_block(self, key: bytes, value: memoryview, block_hash: bytes) -> bytes:
+        """The header and the row of a value as a plain store keeps them, without the zeros behind (for a pin set).
+
+        Raises:
+            BadRowError: as ``verify_block``.
+        """
+
+    def block_value(self, group: str, block_hash: bytes, root: bytes, plain: bytes) -> bytes:
+        """The value that stands for what ``plain_block`` gave.
+
+        Raises:
+            BadRowError: as ``verify_block``.
+        """
 
     # recipes
+
+    def hold_tenants(self, tenant_salts: Collection[bytes]) -> None:
+        """The tenants that have pins: what belongs to them must stay readable."""
 
     def pack_recipes(self, generation: int, recipes: Sequence[Recipe]) -> bytes: ...
 
@@ -172,8 +189,20 @@ class PlainCodec:
         memory[:] = value[schema.BLOCK_HEADER_BYTES : schema.BLOCK_HEADER_BYTES + group.row_bytes]
         schema.check_block(value, block_hash, group.fingerprint, group.row_bytes, memory)
 
-    def verify_block(self, key: bytes, value: memoryview, block_hash: bytes) -> int:  # noqa: ARG002 (the port's)
-        return schema.verify_block(value, block_hash)
+    def verify_block(self, key: bytes, value: memoryview) -> tuple[str, BlockHash, int]:
+        group, block_hash = schema.split_block_key(key)
+        return group, block_hash, schema.verify_block(value, block_hash)
+
+    def plain_block(self, key: bytes, value: memoryview, block_hash: bytes) -> bytes:  # noqa: ARG002 (the port's)
+        return bytes(value[: schema.BLOCK_HEADER_BYTES + schema.verify_block(value, block_hash)])
+
+    def block_value(self, group: str, block_hash: bytes, root: bytes, plain: bytes) -> bytes:  # noqa: ARG002 (the port's)
+        value = plain + bytes(schema.value_bytes(len(plain) - schema.BLOCK_HEADER_BYTES) - len(plain))
+        schema.verify_block(memoryview(value), block_hash)
+        return value
+
+    def hold_tenants(self, tenant_salts: Collection[bytes]) -> None:
+        pass
 
     def pack_recipes(self, generation: int, recipes: Sequence[Recipe]) -> bytes:  # noqa: ARG002 (the port's)
         return msgspec.msgpack.encode(recipes)

@@ -1,6 +1,6 @@
 """The storage room's named errors.
 
-Only ``StateLockedError``, ``StateDirError``, ``DiskFaultError``, ``UnknownFormatError`` and ``RecipesUnreadableError`` stop a start.
+Only ``StateLockedError``, ``StateDirError``, ``DiskFaultError``, ``UnknownFormatError``, ``RecipesUnreadableError`` and ``EncryptionKeyError`` stop a start.
 """
 
 from __future__ import annotations
@@ -37,12 +37,28 @@ class RecipesUnreadableError(StorageError):
     """Neither generation of the recipes can be read: going on would lose acknowledged pins."""
 
 
+class EncryptionKeyError(StorageError):
+    """The key file can't be used, is not the right one, or is missing (or given) where the state directory is (or is not) encrypted. Nothing was touched."""
+
+
+class KeysUnreadableError(EncryptionKeyError):
+    """Neither file of the encryption keys can be read: going on would lose acknowledged pins."""
+
+
 class StoreDamagedError(StorageError):
     """A store generation that must not be opened or read any further; it is set aside."""
 
 
-class StoreFullError(StorageError):
-    """The disk or the map is full. The generation is as of its last commit; nothing is wrong with it."""
+class StorePanickedError(StoreDamagedError):
+    """lmdb refuses everything after a failed write of its meta page; the file is as it was committed and may be opened again if nothing else failed."""
+
+
+class StoreBlockedError(StorageError):
+    """Nothing can be written or opened at the moment: a full or read-only disk, no descriptors. The generation is as of its last commit; nothing is wrong with it."""
+
+
+class StoreFullError(StoreBlockedError):
+    """The disk or the map is full."""
 
 
 class StoreMapFullError(StoreFullError):

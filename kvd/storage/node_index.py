@@ -195,11 +195,11 @@ class NodeIndex:
                 self.dropped_keys.add((schema.DB_BLOCKS, key))
             else:
                 found[place[1]] = found.get(place[1], 0) + 1
-        for block_hash, num_groups in found.items():
+        for each, num_groups in found.items():
             if num_groups == len(names):
-                self.set_stored(self.nodes[block_hash], self._block_bytes)
+                self.set_stored(self.nodes[each], self._block_bytes)
             else:
-                self.dropped_bytes.add(block_hash)
+                self.dropped_bytes.add(each)
 
     # -------------------------------------------------------------------------------- pins
 

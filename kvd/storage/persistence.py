@@ -6,32 +6,37 @@ rest, from the engine thread → ``shutdown_checkpoint`` → ``close``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from kvd.cache.events import CacheEvent
-from kvd.commands import CheckpointDone, Submit
+from kvd.cache.hashing import Namespace
+from kvd.commands import CheckpointDone, Recipe, Submit
 from kvd.config import StorageConfig
-from kvd.storage.budget import plan_budget
+from kvd.storage.budget import plan_budget, quarantine_max_bytes, recipes_max_bytes
 from kvd.storage.cold_tier import ColdTier
 from kvd.storage.copy_out import IDLE_S, POLL_S
+from kvd.storage.encryption import Encryption, master_key_of, open_encryption
+from kvd.storage.keys import KeyRing
 from kvd.storage.lock import StateLock
 from kvd.storage.node_index import IndexNode
 from kvd.storage.ports import BlockIO, Clock, Leases, Log, RehydrationCache, StorageInbox
 from kvd.storage.recipes import RecipeStore
-from kvd.storage.recovery import adopt_recipes, recover
+from kvd.storage.recovery import adopt_recipes, keep_budget, recover
 from kvd.storage.rehydrate import Loaded, Rehydration, choose, mark_unreachable, recompute_candidates, with_room
 from kvd.storage.rehydration_report import RehydrationReport
 from kvd.storage.running import Running, assemble
 from kvd.storage.start_guard import STABLE_AFTER_S, StartGuard
 from kvd.types import TOKEN_BYTES, BlockHash, KvGroup, SamplingParams
-from kvd.wal.durable import make_directory
+from kvd.wal.durable import keep_private, make_directory
+from kvd.wal.quarantine import QUARANTINE_NAME, bound
 from kvd.wal.record import Forget
 
 _STOP_S = 10.0
@@ -40,10 +45,13 @@ _STOP_S = 10.0
 class Storage:
     """Made by ``lock``. Unless said otherwise, the engine thread's alone."""
 
-    def __init__(self, config: StorageConfig, lock: StateLock, guard: StartGuard, clock: Clock, log: Log) -> None:
+    def __init__(
+        self, config: StorageConfig, lock: StateLock, guard: StartGuard, encryption: Encryption, *, clock: Clock, log: Log
+    ) -> None:
         self._config = config
         self._lock = lock
         self._guard = guard
+        self._encryption = encryption
         self._clock = clock
         self._log = log
         self._recipes: RecipeStore | None = None
@@ -58,23 +66,33 @@ class Storage:
 
     @classmethod
     def lock(cls, config: StorageConfig, *, clock: Clock, log: Log | None = None) -> Storage:
-        """Take the state directory, making it if need be.
+        """Take the state directory, making it if need be, and its encryption keys.
 
         Raises:
             StateLockedError: another process holds it.
+            EncryptionKeyError: the key is missing or wrong, or the keys can't be read; nothing was touched.
+            ConfigError: the package for encryption is not installed.
             OSError: it can't be made or written.
         """
+        log = log or structlog.get_logger("storage")
+        master_key = master_key_of(config.store_encryption_key_file)
         make_directory(config.state_dir)
         lock = StateLock(config.state_dir)
         try:
+            keep_private(config.state_dir)
+            encryption = open_encryption(config.state_dir, master_key, log)
             guard = StartGuard(config.state_dir)
-        except OSError:
+        except BaseException:
             lock.release()
             raise
-        log = log or structlog.get_logger("storage")
         if guard.fault:
             log.error("storage.not_writable", reason=guard.fault)
-        return cls(config, lock, guard, clock, log)
+        return cls(config, lock, guard, encryption, clock=clock, log=log)
+
+    @property
+    def keys(self) -> KeyRing | None:
+        """The encryption keys of the tenants; None: what is stored stands in clear."""
+        return self._encryption.ring
 
     @property
     def fingerprint_cache(self) -> Path:
@@ -111,10 +129,14 @@ class Storage:
         self._fingerprint = namespace_fingerprint
         self._groups = tuple(groups)
         self._inbox = inbox
-        self._recipes = RecipeStore(self._config.state_dir, inbox=inbox, log=self._log)
+        total_bytes = self._config.store_max_bytes
+        codec, ring = self._encryption.codec, self._encryption.ring
+        self._recipes = RecipeStore(self._config.state_dir, inbox=inbox, log=self._log, codec=codec, max_bytes=recipes_max_bytes(total_bytes))
+        with contextlib.suppress(OSError):  # on a disk that can't be written
+            bound(self._config.state_dir / QUARANTINE_NAME, quarantine_max_bytes(total_bytes))
         if not self._config.persist:
             return
-        budget = plan_budget(self._config, self._groups)
+        budget = plan_budget(self._config, self._groups, codec, recipes_bytes=self._recipes.file_bytes)
         recovered = recover(
             self._config.state_dir,
             budget,
@@ -122,14 +144,18 @@ class Storage:
             set_store_aside=self._guard.set_store_aside,
             now_unix_s=int(self._clock.unix()),
             uses_half_life_s=self._config.uses_half_life_s,
+            codec=codec,
         )
-        for damage in recovered.damage:
-            self._log.warning("storage.damage", what=damage)
         num_foreign = recovered.index.collect_namespaces(namespace_fingerprint)
         recipes = self._recipes.recipes()
         chains = adopt_recipes(recovered.index, recipes, namespace_fingerprint, block_size_tokens * TOKEN_BYTES)
+        if ring is not None and recovered.store is not None:
+            self._drop_unused_keys(ring, recovered.index.namespaces.values(), recipes.values())
         names = [recipe.name for recipe in sorted(recipes.values(), key=lambda each: (-each.priority, each.created_unix_s))]
         self._pin_chains = list(zip(names, chains, strict=True))
+        keep_budget(recovered, budget, self._groups, now_unix_s=int(self._clock.unix()))
+        for damage in recovered.damage:
+            self._log.warning("storage.damage", what=damage)
         self._log.info(
             "storage.opened",
             generation=recovered.generations.current.generation,
@@ -154,6 +180,13 @@ class Storage:
             clock=self._clock,
             log=self._log,
         )
+
+    def _drop_unused_keys(self, ring: KeyRing, namespaces: Iterable[Namespace], recipes: Iterable[Recipe]) -> None:
+        """Nothing is left on disk of a tenant that neither a namespace nor a pin names."""
+        try:
+            ring.retain({each.tenant_salt for each in namespaces} | {each.tenant_salt for each in recipes})
+        except OSError as error:  # they are few bytes, and the next start tries again
+            self._log.warning("storage.unused_keys_stay", error=str(error))
 
     def rehydrate(
         self, cache: RehydrationCache, block_io: BlockIO, deadline_s: float, progress: Callable[[int, int], None]
@@ -320,7 +353,8 @@ class Storage:
     def status(self) -> dict[str, Any]:
         """The ``store`` part of the status report."""
         running = self._running
-        fault = self._guard.fault or (self._recipes.fault if self._recipes is not None else "")
+        ring = self._encryption.ring
+        fault = self._guard.fault or (self._recipes.fault if self._recipes is not None else "") or (ring.fault if ring is not None else "")
         if running is None:
             return {
                 "nodes": 0,
@@ -354,6 +388,7 @@ class Storage:
     def _damage(self) -> list[str]:
         """What this start found damaged and set aside, as sentences."""
         notes = list(self._recipes.notes) if self._recipes is not None else []
+        notes += self.keys.notes if self.keys is not None else ()
         return notes + (self._running.recovered.damage if self._running is not None else [])
 
     def stats(self) -> dict[str, Any]:

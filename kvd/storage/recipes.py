@@ -25,6 +25,7 @@ from kvd.storage.errors import RecipesUnreadableError
 from kvd.storage.ports import Log, StorageInbox
 from kvd.storage.schema import BadRowError, check_format
 from kvd.storage.two_copies import COPIES, CopyDamagedError, Found, TwoCopies
+from kvd.wal.disk_faults import fault_sentence
 from kvd.wal.durable import read_regular
 
 declare(
@@ -47,6 +48,10 @@ _MAGIC = b"KVDRCP\r\n"
 _HEADER = struct.Struct("<8sIQQ")
 _CRC = struct.Struct("<I")
 _RETRY_S = 10.0
+_UNBOUNDED = 1 << 62
+_FRAME_BYTES = 64
+_RECIPE_FRAME_BYTES = 256
+"""More than encryption adds to a recipe."""
 _DECODING_FAILURES = (BadRowError, msgspec.MsgspecError, RecursionError, ValueError, TypeError, ArithmeticError)
 
 
@@ -148,14 +153,16 @@ class _Change:
 class RecipeStore:
     """Implements the engine's ``RecipeBook``. ``recipes``, ``put`` and ``remove`` return at once; a thread writes and acknowledges.
 
-    ``notes`` says, as sentences, what was found damaged at the start; ``fault`` why the files on disk are not as they should be at the moment.
+    ``notes`` says, as sentences, what was found damaged at the start; ``fault`` why the files on disk can't be written, or are not as they should be, at the
+    moment: it is tried again with the next change, and every ten seconds. ``max_bytes`` bounds a file: a pin that would make it larger is refused.
 
     Raises:
         RecipesUnreadableError, UnknownFormatError: as ``read_recipes``.
     """
 
-    def __init__(self, state_dir: Path, *, inbox: StorageInbox, log: Log, codec: Codec = PLAIN) -> None:
+    def __init__(self, state_dir: Path, *, inbox: StorageInbox, log: Log, max_bytes: int = _UNBOUNDED, codec: Codec = PLAIN) -> None:
         self._files = recipe_files(state_dir)
+        self._max_bytes = max_bytes
         self._codec = codec
         self._inbox = inbox
         self._log = log
@@ -165,6 +172,8 @@ class RecipeStore:
         for damaged in found.damaged:
             log.error("recipes.damaged", file=str(damaged), using_generation=found.generation)
         self._durable = dict(found.value or {})
+        codec.hold_tenants(_tenants(self._durable))
+        self._sizes = {name: _about_bytes(recipe) for name, recipe in self._durable.items()}
         self._generation = found.highest
         try:
             self._generation = restore_recipes(state_dir, found, codec)
@@ -181,6 +190,11 @@ class RecipeStore:
     def generation(self) -> int:
         """Number of the newest file."""
         return self._generation
+
+    @property
+    def file_bytes(self) -> int:
+        """At least what one file of the present recipes takes."""
+        return _FRAME_BYTES + sum(self._sizes.values())
 
     def recipes(self) -> dict[str, Recipe]:
         with self._wake:
@@ -223,41 +237,63 @@ class RecipeStore:
                 self._write(self._durable)
 
     def _take(self, batch: list[_Change]) -> None:
-        refusals = [_refusal(change.recipe) for change in batch]
-        accepted = [change for change, refusal in zip(batch, refusals, strict=True) if not refusal]
+        sizes = dict(self._sizes)
+        whys = [refusal(change.recipe) or self._fit(change, sizes) for change in batch]
+        accepted = [change for change, why in zip(batch, whys, strict=True) if not why]
         recipes = _changed(self._durable, accepted)
         error = self._write(recipes) if accepted else ""
         with self._wake:
             if not error:
-                self._durable = recipes
+                self._durable, self._sizes = recipes, sizes
             del self._pending[: len(batch)]
-        for change, refusal in zip(batch, refusals, strict=True):
-            self._inbox.put_internal(RecipeDurable(change.op_id, refusal or error))
+        for change, why in zip(batch, whys, strict=True):
+            self._inbox.put_internal(RecipeDurable(change.op_id, why or error))
+
+    def _fit(self, change: _Change, sizes: dict[str, int]) -> str:
+        """Count a change in; why not, if the recipes would take more than their part. What makes them smaller always may."""
+        if change.recipe is None:
+            sizes.pop(change.name, None)
+            return ""
+        before = sizes.get(change.name, 0)
+        after = _about_bytes(change.recipe)
+        total = _FRAME_BYTES + sum(sizes.values()) - before + after
+        if after > before and total > self._max_bytes:
+            return f"the recipes of all pins would take {total} bytes; store_max_bytes leaves them {self._max_bytes}"
+        sizes[change.name] = after
+        return ""
 
     def _write(self, recipes: dict[str, Recipe]) -> str:
         """Have both files hold ``recipes``; empty, or why they do not."""
         first = self._generation + 1
         self._generation += COPIES  # an attempt that failed may stand on disk all the same: its numbers are used up
+        self._codec.hold_tenants(_tenants(self._durable) | _tenants(recipes))
         try:
             self._files.write(first, lambda number: encode_recipes(number, recipes, self._codec))
         except Exception as error:  # whoever waits is answered, whatever it was, and the thread lives on
-            self._log.error("recipes.write_failed", error=repr(error))
-            if self._files.any_of(first):
-                self._set_fault(error)
-            return str(error) or repr(error)
-        self.fault = ""
+            self._set_fault(error)
+            return fault_sentence(error)
+        self._codec.hold_tenants(_tenants(recipes))
         try:
             self._files.remove_before(first)
-        except OSError as error:  # they are older than both that count; the next change tries again
-            self._log.warning("recipes.old_files_stay", error=str(error))
+        except OSError as error:  # they are older than both that count; the next try removes them
+            self._set_fault(error)
+            return ""
+        if self.fault:
+            self._log.info("recipes.resumed")
+        self.fault = ""
         return ""
 
     def _set_fault(self, error: Exception) -> None:
-        self.fault = f"the recipes (pins) on disk are not as they should be: {error}"
-        self._log.error("recipes.not_restored", error=str(error))
+        if not self.fault:
+            self._log.error("recipes.failed", error=fault_sentence(error))
+        self.fault = f"{fault_sentence(error)}: the recipes (pins) on disk can't be written, or are not as they should be"
 
 
-def _refusal(recipe: Recipe | None) -> str:
+def _tenants(recipes: dict[str, Recipe]) -> set[bytes]:
+    return {recipe.tenant_salt for recipe in recipes.values()}
+
+
+def refusal(recipe: Recipe | None) -> str:
     """Why a recipe can't be kept; empty if it can. What one reader can't take would cost all pins of a file."""
     if recipe is None:
         return ""
@@ -268,6 +304,11 @@ def _refusal(recipe: Recipe | None) -> str:
     except Exception as error:  # of one change; the others go on
         return f"it can't be encoded: {error!r}"
     return ""
+
+
+def _about_bytes(recipe: Recipe) -> int:
+    """At least what a recipe takes in a file."""
+    return _RECIPE_FRAME_BYTES + len(msgspec.msgpack.encode(recipe))
 
 
 def _nesting(*values: Any) -> int:

@@ -15,12 +15,14 @@ from kvd.commands import Recipe
 from kvd.storage import schema
 from kvd.storage.budget import Budget
 from kvd.storage.codec import PLAIN, Codec
-from kvd.storage.errors import StoreDamagedError, StoreFullError, UnknownFormatError
+from kvd.storage.errors import StoreBlockedError, StoreDamagedError, UnknownFormatError
 from kvd.storage.generations import Generations
 from kvd.storage.node_index import NodeIndex
 from kvd.storage.schema import BadRowError, NodeRow
+from kvd.storage.shrinking import shrink
 from kvd.storage.store import Store
 from kvd.types import BlockHash, KvGroup
+from kvd.wal.disk_faults import fault_sentence
 from kvd.wal.quarantine import QUARANTINE_NAME, make_folder
 from kvd.wal.record import Record, WalFormatError
 from kvd.wal.repair import RepairReport, repair_log
@@ -61,7 +63,13 @@ def recover(
     Raises:
         UnknownFormatError: CURRENT, the store or the log is of another format.
     """
-    generations = Generations(state_dir, map_bytes=budget.map_bytes, max_aside_bytes=budget.aside_max_bytes, codec=codec)
+    generations = Generations(
+        state_dir,
+        map_bytes=budget.map_bytes,
+        max_aside_bytes=budget.aside_max_bytes,
+        max_quarantine_bytes=budget.quarantine_max_bytes,
+        codec=codec,
+    )
     damage: list[str] = []
     if set_store_aside:
         damage.append("the last starts died early: the store was set aside unread")
@@ -81,9 +89,19 @@ def recover(
         if lsn > applied_lsn:
             index.apply(record)
 
-    log = _replay(state_dir, generations.current.store_uuid, apply, budget, damage)
+    log = _replay(state_dir, generations, apply, budget, damage)
     damage += generations.damage
     return Recovered(generations, store, store_error, index, applied_lsn, log, num_bad_rows, damage)
+
+
+def keep_budget(recovered: Recovered, budget: Budget, groups: Sequence[KvGroup], *, now_unix_s: int) -> None:
+    """Have the store that was opened keep within a budget that has become smaller. One that can only be read is left as it is until it can be written."""
+    store = recovered.store
+    if store is None or store.readonly or store.file_bytes <= budget.map_bytes:
+        return
+    recovered.store, recovered.store_error = shrink(recovered.generations, store, recovered.index, budget, groups, now_unix_s=now_unix_s)
+    recovered.applied_lsn = recovered.store.meta.applied_lsn if recovered.store is not None else 0
+    recovered.damage += [note for note in recovered.generations.damage if note not in recovered.damage]
 
 
 def load_index(index: NodeIndex, store: Store, groups: Sequence[KvGroup]) -> int:
@@ -154,22 +172,28 @@ def _open(generations: Generations, now_unix_s: int, *, set_aside: bool) -> tupl
     try:
         if set_aside:
             generations.set_aside()
-        return generations.open(now_unix_s), ""
-    except (StoreFullError, StoreDamagedError, OSError) as error:
+        store = generations.open(now_unix_s)
+    except (StoreBlockedError, StoreDamagedError) as error:
         return None, str(error)
+    except OSError as error:
+        return None, fault_sentence(error)
+    return store, store.blocked_by
 
 
-def _replay(state_dir: Path, store_uuid: bytes, apply: Callable[[int, Record], None], budget: Budget, damage: list[str]) -> RepairReport:
+def _replay(
+    state_dir: Path, generations: Generations, apply: Callable[[int, Record], None], budget: Budget, damage: list[str]
+) -> RepairReport:
     directory = state_dir / WAL_NAME
     if note := make_folder(directory, state_dir / QUARANTINE_NAME, budget.quarantine_max_bytes):
         damage.append(note)
     try:
         log = repair_log(
             directory,
-            store_uuid,
+            generations.current.store_uuid,
             apply,
             quarantine=state_dir / QUARANTINE_NAME,
             quarantine_max_bytes=budget.quarantine_max_bytes,
+            seal=generations.codec.wal_seal(generations.current.store_uuid),
         )
     except WalFormatError as error:
         raise UnknownFormatError(str(error)) from error

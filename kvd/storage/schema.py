@@ -182,9 +182,9 @@ def split_block_key(key: bytes) -> tuple[str, BlockHash]:
         raise BadRowError("key") from error
 
 
-def value_bytes(row_bytes: int) -> int:
+def value_bytes(row_bytes: int, overhead_bytes: int = BLOCK_HEADER_BYTES) -> int:
     """Size of a block's value: with LMDB's page header it fills whole pages, so that the free list never fragments."""
-    used = BLOCK_HEADER_BYTES + row_bytes + PAGE_HEADER_BYTES
+    used = overhead_bytes + row_bytes + PAGE_HEADER_BYTES
     return -(-used // PAGE_BYTES) * PAGE_BYTES - PAGE_HEADER_BYTES
 
 
@@ -202,12 +202,19 @@ def check_block(value: memoryview, block_hash: bytes, fingerprint: bytes, row_by
     Raises:
         BadRowError: ``header`` (damaged), ``version``, ``identity`` (another block's), ``fingerprint``, ``length`` or ``checksum``.
     """
-    expected_crc = _block_header(value, block_hash, fingerprint, row_bytes)
+    length, expected_crc = check_block_header(value, block_hash, fingerprint)
+    if len(value) != value_bytes(length) or length != row_bytes:
+        raise BadRowError("length")
     if crc32c(row) != expected_crc:
         raise BadRowError("checksum")
 
 
-def _block_header(value: memoryview, block_hash: bytes, fingerprint: bytes | None, row_bytes: int | None) -> int:
+def check_block_header(value: memoryview, block_hash: bytes | None, fingerprint: bytes | None) -> tuple[int, int]:
+    """The row's bytes and checksum, from a value's header; None: not known, not compared.
+
+    Raises:
+        BadRowError: ``header``, ``version``, ``identity`` or ``fingerprint``, as ``check_block``.
+    """
     if len(value) < BLOCK_HEADER_BYTES:
         raise BadRowError("header")
     magic, version, header_bytes, length, stored_hash, digest, row_crc, header_crc = _BLOCK.unpack_from(value)
@@ -215,13 +222,16 @@ def _block_header(value: memoryview, block_hash: bytes, fingerprint: bytes | Non
         raise BadRowError("header")
     if version != _BLOCK_VERSION or header_bytes != BLOCK_HEADER_BYTES:
         raise BadRowError("version")
-    if stored_hash != block_hash:
+    if block_hash is not None and stored_hash != block_hash:
         raise BadRowError("identity")
     if fingerprint is not None and digest != hashlib.sha256(fingerprint).digest():
         raise BadRowError("fingerprint")
-    if len(value) != value_bytes(length) or (row_bytes is not None and length != row_bytes):
-        raise BadRowError("length")
-    return int(row_crc)
+    return int(length), int(row_crc)
+
+
+def block_hash_of(header: memoryview) -> BlockHash:
+    """The hash that a header which passed its checks names."""
+    return BlockHash(_BLOCK.unpack_from(header)[4])
 
 
 def verify_block(value: memoryview, block_hash: bytes) -> int:
@@ -230,8 +240,9 @@ def verify_block(value: memoryview, block_hash: bytes) -> int:
     Raises:
         BadRowError: as ``check_block``.
     """
-    row_crc = _block_header(value, block_hash, None, None)
-    length = int(_BLOCK.unpack_from(value)[3])
+    length, row_crc = check_block_header(value, block_hash, None)
+    if len(value) != value_bytes(length):
+        raise BadRowError("length")
     if crc32c(value[BLOCK_HEADER_BYTES : BLOCK_HEADER_BYTES + length]) != row_crc:
         raise BadRowError("checksum")
     return length

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvd.observe.failpoints import failpoint
-from kvd.storage.errors import UnknownFormatError
+from kvd.storage.errors import EncryptionKeyError, UnknownFormatError
 from kvd.wal.durable import make_directory, read_regular, remove_any, replace_file, sync_directory
 from kvd.wal.quarantine import QUARANTINE_NAME, set_aside
 
@@ -70,14 +70,15 @@ def copy_points(name: str) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
 class TwoCopies:
     """The files ``<state_dir>/<folder>/<folder>.<n>``. Used by one thread at a time; reading beside a live daemon is fine.
 
-    ``remove`` takes an old file away; the directory is synced afterwards.
+    ``remove`` takes an old file away; the directory is synced afterwards. ``keep_damaged``: damaged files go to quarantine, else they are removed as old ones are.
     """
 
-    def __init__(self, state_dir: Path, folder: str, *, remove: Callable[[Path], None] = remove_any) -> None:
+    def __init__(self, state_dir: Path, folder: str, *, remove: Callable[[Path], None] = remove_any, keep_damaged: bool = True) -> None:
         self._state_dir = state_dir
         self._folder = folder
         self._name = re.compile(rf"^{folder}\.(\d+)$")
         self._remove = remove
+        self._keep_damaged = keep_damaged
         self.directory = state_dir / folder
 
     def path(self, generation: int) -> Path:
@@ -98,7 +99,7 @@ class TwoCopies:
         """The newest readable file's state. ``decode`` gets a file's number and bytes and raises ``CopyDamagedError``.
 
         Raises:
-            UnknownFormatError: the newest whole file is of another format.
+            UnknownFormatError, EncryptionKeyError: what ``decode`` says of the newest whole file.
             OSError: the directory can't be listed.
         """
         files = self.files()
@@ -113,7 +114,7 @@ class TwoCopies:
                     return self.read(decode)  # a live daemon has written newer ones meanwhile
                 damaged.append(DamagedCopy(path, str(error)))
                 continue
-            except UnknownFormatError as error:
+            except (UnknownFormatError, EncryptionKeyError) as error:
                 if newest is None:
                     raise
                 damaged.append(DamagedCopy(path, str(error)))
@@ -152,7 +153,7 @@ class TwoCopies:
             return found.highest
         first = found.highest + 1
         self.write(first, encode)
-        for damaged in found.damaged:
+        for damaged in found.damaged if self._keep_damaged else ():
             failpoint(f"{self._folder}.restore.before_quarantine")
             set_aside(damaged.path, self._state_dir / QUARANTINE_NAME, _QUARANTINE_MAX_BYTES)
         self.remove_before(first)
