@@ -1,4 +1,4 @@
-"""``kvd store check`` and ``kvd store dump``: look into a state directory."""
+"""``kvd store check``, ``dump`` and ``stat``: look into a state directory. ``export`` and ``import`` are in ``store_transfer``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PARTS = ("recipes", "wal", "kv", "lock")
 """What a state directory holds, at least one of them (docs/storage-format.md)."""
 
 
-def _where(command: Callable[..., Any]) -> Callable[..., Any]:
+def where(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add ``--state-dir`` and ``--config``; the command gets the directory as ``state_dir``."""
 
     @click.option(
@@ -37,11 +37,11 @@ def _where(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.group()
 def group() -> None:
-    """Check or dump a state directory."""
+    """Check, measure, dump, export or import what a state directory keeps."""
 
 
 @group.command("check")
-@_where
+@where
 @click.option("--repair", is_flag=True, help="Do what a start would do and remove what fails its checks; not beside a live daemon.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check_command(state_dir: Path, repair: bool, as_json: bool) -> int:
@@ -49,29 +49,45 @@ def check_command(state_dir: Path, repair: bool, as_json: bool) -> int:
 
     Without --repair nothing is written, also beside a live daemon. With it the report is that of the repaired directory.
     """
-    with _storage_errors():
+    with storage_errors():
         from kvd.storage.tools import check_store
 
-        report = check_store(_existing(state_dir), repair=repair)
+        report = check_store(existing(state_dir), repair=repair)
     if as_json:
         print_json(report)
     else:
-        print_facts([(name, _shown(value)) for name, value in report.items()])
+        print_facts([(name, shown(value)) for name, value in report.items()])
     return Exit.OK if report["ok"] else Exit.DATA
 
 
 @group.command("dump")
-@_where
+@where
 def dump_command(state_dir: Path) -> None:
     """Print what is kept, one JSON object a line: recipes, WAL records, nodes and blocks (without their bytes)."""
-    with _storage_errors():
+    with storage_errors():
         from kvd.storage.tools import dump_store
 
-        for entry in dump_store(_existing(state_dir)):
+        for entry in dump_store(existing(state_dir)):
             print_json(entry)
 
 
-def _existing(path: Path) -> Path:
+@group.command("stat")
+@where
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def stat_command(state_dir: Path, as_json: bool) -> int:
+    """Print how big each part is on disk and what it counts, without reading the blocks. Also beside a live daemon."""
+    with storage_errors():
+        from kvd.storage.store_stat import stat_store
+
+        report = stat_store(existing(state_dir))
+    if as_json:
+        print_json(report)
+    else:
+        print_facts([(name, shown(value)) for name, value in report.items()])
+    return Exit.OK
+
+
+def existing(path: Path) -> Path:
     """The state directory, once there is something of kvd in it.
 
     Raises:
@@ -85,7 +101,7 @@ def _existing(path: Path) -> Path:
 
 
 @contextmanager
-def _storage_errors() -> Iterator[None]:
+def storage_errors() -> Iterator[None]:
     """Quiet logs, and the storage room's errors as exit codes."""
     from kvd.observe import logging
     from kvd.storage.errors import StateLockedError, StorageError
@@ -104,11 +120,11 @@ def _storage_errors() -> Iterator[None]:
         raise CommandError(f"{error.filename or 'the state directory'}: {error.strerror or error}", Exit.IO) from error
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return "; ".join(map(_shown, value)) or "none"
+        return "; ".join(map(shown, value)) or "none"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_shown(part)}" for name, part in value.items())
+        return ", ".join(f"{name} {shown(part)}" for name, part in value.items())
     return str(value)

@@ -176,12 +176,30 @@ class Store:
         """What the data file takes on disk: pages that were counted and never written are holes."""
         return disk_bytes(self._path)
 
+    @property
+    def used_bytes(self) -> int:
+        """What of the file holds something; the rest are free pages, which later commits use."""
+        with _translated(), self._env.begin() as txn:
+            stats = [txn.stat(db) for db in self._dbs.values()]
+        return sum(each["psize"] * (each["branch_pages"] + each["leaf_pages"] + each["overflow_pages"]) for each in stats)
+
     # -------------------------------------------------------------------------------- reading
 
     def rows(self, database: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Every (key, value) of a small database, as copies, within one read transaction that ends with the iteration."""
         with _translated(), self._env.begin(db=self._dbs[database]) as txn:
             yield from txn.cursor()
+
+    def row(self, database: bytes, key: bytes) -> bytes | None:
+        """The value of one key of a small database, as a copy."""
+        with _translated(), self._env.begin(db=self._dbs[database]) as txn:
+            value = txn.get(key)
+            return None if value is None else bytes(value)
+
+    def has_block(self, group: str, block_hash: bytes) -> bool:
+        """Whether it has bytes, without looking at them."""
+        with _translated(), self._env.begin(db=self._dbs[schema.DB_BLOCKS], buffers=True) as txn:
+            return txn.get(self.codec.block_key(group, block_hash)) is not None
 
     def block_keys(self) -> Iterator[bytes]:
         """The keys of all blocks, without touching the values."""

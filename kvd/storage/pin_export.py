@@ -1,0 +1,137 @@
+"""``kvd store export``: the pins of a state directory, and the bytes of their blocks, as a pin set for another machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvd.cache.hashing import Namespace
+from kvd.commands import Recipe
+from kvd.storage import schema
+from kvd.storage.codec import PLAIN, Codec
+from kvd.storage.generations import STORE_NAME, read_current
+from kvd.storage.lock import is_locked
+from kvd.storage.pin_sets import PinSetBlock, PinSetNode, PinSetWriter, PinTransferError, new_pin_set
+from kvd.storage.recipes import read_recipes
+from kvd.storage.schema import BadRowError, NodeRow
+from kvd.storage.store import BlockReader, Store
+from kvd.types import BlockHash
+
+_GROUP = "target"
+"""Rows of other groups are filled again when their model next runs; they never shorten a hit."""
+
+
+def export_pins(
+    state_dir: Path, path: Path, *, names: Collection[str] = (), with_bytes: bool = True, codec: Codec = PLAIN
+) -> dict[str, Any]:
+    """Write the pins ``names`` (all, if none are named) to the pin set ``path``; a report as JSON-like data. Reads only, also beside a live daemon.
+
+    A pin whose blocks are not all on disk is exported with those that are, from its first block on.
+
+    Raises:
+        PinTransferError: there is no pin of such a name, or none at all.
+        RecipesUnreadableError, UnknownFormatError, OSError: it can't be read or written.
+    """
+    recipes = read_recipes(state_dir, codec).value or {}
+    if unknown := sorted(set(names) - set(recipes)):
+        raise PinTransferError(f"no pin is named {unknown[0]!r}")
+    chosen = [recipes[name] for name in names] if names else list(recipes.values())
+    if not chosen:
+        raise PinTransferError(f"there are no pins in {state_dir}")
+    report: dict[str, Any] = {"file": str(path), "pins": len(chosen), "pins_without_all_bytes": [], "blocks": 0, "bad_blocks": 0}
+    with new_pin_set(path) as writer:
+        for recipe in chosen:
+            writer.add(recipe)
+        if with_bytes:
+            with opened_store(state_dir, codec) as store:
+                _export_blocks(store, writer, chosen, report)
+        else:
+            report["pins_without_all_bytes"] = sorted(recipe.name for recipe in chosen)
+    report["bytes"] = writer.num_bytes
+    return report
+
+
+@contextmanager
+def opened_store(state_dir: Path, codec: Codec) -> Iterator[Store | None]:
+    current = read_current(state_dir, codec)
+    directory = state_dir / STORE_NAME / str(current.generation) if current is not None else None
+    if directory is None or not directory.is_dir():
+        yield None
+        return
+    store = Store(directory, 0, codec=codec, readonly=True, verify=not is_locked(state_dir))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _export_blocks(store: Store | None, writer: PinSetWriter, recipes: list[Recipe], report: dict[str, Any]) -> None:
+    if store is None:
+        report["pins_without_all_bytes"] = sorted(recipe.name for recipe in recipes)
+        return
+    codec = store.codec
+    leaves = dict(codec.unpack_pin(key, value) for key, value in store.rows(schema.DB_PINS))
+    namespaces = {namespace.root: namespace for namespace in store_namespaces(store)}
+    written: set[BlockHash] = set()
+    for recipe in recipes:
+        chain = _chain(store, leaves.get(recipe.name))
+        whole = bool(chain)
+        for row in chain:
+            if row.block_hash in written:
+                continue
+            block = _block(store, row, report) if row.root in namespaces else None
+            if block is None:
+                whole = False
+                break
+            if row.root not in written:
+                written.add(row.root)
+                writer.add(namespaces[row.root])
+            written.add(row.block_hash)
+            writer.add(PinSetNode(row.root, row.parent, row.token_ids, row.uses))
+            writer.add(block)
+            report["blocks"] += 1
+        if not whole:
+            report["pins_without_all_bytes"].append(recipe.name)
+
+
+def _block(store: Store, row: NodeRow, report: dict[str, Any]) -> PinSetBlock | None:
+    """A block's bytes, if they are there and good."""
+    try:
+        with store.reading_blocks() as reader:
+            return PinSetBlock(_GROUP, row.block_hash, row.root, _plain(store.codec, reader, row.block_hash))
+    except BadRowError as error:
+        report["bad_blocks"] += error.reason != "missing"
+        return None
+
+
+def _plain(codec: Codec, reader: BlockReader, block_hash: BlockHash) -> bytes:
+    value = reader.get(_GROUP, block_hash)
+    if value is None:
+        raise BadRowError("missing")
+    return codec.plain_block(codec.block_key(_GROUP, block_hash), value, block_hash)
+
+
+def _chain(store: Store, leaf: BlockHash | None) -> list[NodeRow]:
+    """The rows from a prompt's first block to ``leaf``; empty if one of them is missing or bad."""
+    rows: list[NodeRow] = []
+    while leaf is not None:
+        key = store.codec.node_key(leaf)
+        value = store.row(schema.DB_NODES, key)
+        try:
+            row = store.codec.unpack_node(key, value or b"")
+        except BadRowError:
+            return []
+        rows.append(row)
+        leaf = None if row.parent == row.root else row.parent
+    return rows[::-1]
+
+
+def store_namespaces(store: Store) -> Iterator[Namespace]:
+    """The namespaces that a store knows; damaged rows are passed over."""
+    for key, value in store.rows(schema.DB_NAMESPACES):
+        try:
+            yield store.codec.unpack_namespace(key, value)
+        except BadRowError:
+            continue
