@@ -6,7 +6,11 @@ changed. Bytes of another fingerprint are never used; pins are computed again; a
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,10 +62,10 @@ class Models:
         self.path = root / "model"
         tiny_models.make_model(self.path)
 
-    def daemon(self, root: Path, *arguments: str, dtype: str = "float32") -> DaemonProcess:
+    def daemon(self, root: Path, *arguments: str, dtype: str = "float32", env: dict[str, str] | None = None) -> DaemonProcess:
         root.mkdir(exist_ok=True)
         flags = ("--model", str(self.path), "--dtype", dtype, "--kv-memory", "2MiB", "--threads", "1")
-        return DaemonProcess(root, *flags, *arguments, fake=False)
+        return DaemonProcess(root, *flags, *arguments, env=env, fake=False)
 
     def answers(self, root: Path, *arguments: str, dtype: str = "float32", expected_pins: set[str] = PINS) -> Answers:
         """What a daemon on ``root``'s state answers; it is killed afterwards."""
@@ -281,3 +285,66 @@ def test_a_dated_template_moves_the_pin_to_another_day(first: FirstLife, tmp_pat
     assert cached >= num_tokens
     assert recomputed > restored, "only what stands before the date is shared"
     assert cached == restored + recomputed
+
+
+def kept(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """What a stopped daemon's store keeps, by kind."""
+    command = [sys.executable, "-m", "kvd", "store", "dump", "--state-dir", str(root / "state")]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
+        entry = json.loads(line)
+        found.setdefault(entry["kind"], []).append(entry)
+    return found
+
+
+def test_another_version_of_the_kv_format(first: FirstLife, tmp_path: Path) -> None:
+    """As an upgrade that lays a block's bytes out differently: nothing of the old ones is read."""
+    root = first.copy(tmp_path)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "from kvd.executor.models import fingerprint\nfingerprint.KV_FORMAT_VERSION += 1\n", encoding="utf-8"
+    )
+    with first.models.daemon(root, env={"PYTHONPATH": str(tmp_path / "site")}) as process:
+        process.wait_ready()
+        with process.client() as client:
+            assert client.status()["fingerprint"] != first.fingerprint
+            found = ask(client)
+        process.kill()
+    assert_pins_recomputed(found, first.prefix_tokens)
+    assert found.tokens == first.answers.tokens
+
+
+def test_what_another_model_left_leaves_the_disk(first: FirstLife, tmp_path: Path) -> None:
+    """Namespaces, nodes and bytes of the old fingerprint are gone with the first checkpoint; the pins' new ones are there."""
+    root = first.copy(tmp_path)
+    before = kept(root)
+    assert {entry["fingerprint"] for entry in before["namespace"]} == {first.fingerprint}
+    tiny_models.make_model(first.models.path, seed=1)
+    with first.models.daemon(root) as process:
+        process.wait_ready()
+        with process.client() as client:
+            client.checkpoint()
+            new = client.status()["fingerprint"]
+        process.kill()
+    after = kept(root)
+    assert {entry["fingerprint"] for entry in after["namespace"]} == {new} != {first.fingerprint}
+    old_hashes = {entry["hash"] for entry in before["block"]}
+    assert old_hashes
+    assert {entry["hash"] for entry in after["block"]}.isdisjoint(old_hashes)
+    assert {entry["hash"] for entry in after["node"]}.isdisjoint({entry["hash"] for entry in before["node"]})
+    assert len(after["block"]) >= sum(tokens // 16 for name, tokens in first.prefix_tokens.items() if name in PINS) - len(PINS)
+
+
+def test_pins_that_the_budget_left_over_are_computed_behind_the_first_users(first: FirstLife, tmp_path: Path) -> None:
+    root = first.copy(tmp_path)
+    tiny_models.make_model(first.models.path, seed=1)
+    with first.models.daemon(root, "--rehydrate-timeout-s", "0") as process:
+        process.wait_ready()
+        with process.client() as client:
+            deadline_s = time.monotonic() + 30
+            while any(pin["state"] != "held" for pin in client.prefixes()["pins"]):
+                assert time.monotonic() < deadline_s, client.prefixes()
+                time.sleep(0.05)
+            found = ask(client)
+        process.kill()
+    assert_pins_recomputed(found, first.prefix_tokens)
