@@ -41,11 +41,11 @@ _LOCK_FILE_BYTES = 8192
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
-def check_data_file(path: Path) -> None:
-    """Whether ``data.mdb`` may be mapped at all; reads its two meta pages only.
+def check_data_file(path: Path) -> int:
+    """Whether ``data.mdb`` may be mapped at all; reads its two meta pages only. The size that it must have to be mapped, which may be more than it has.
 
     Raises:
-        StoreDamagedError: it is missing, cut short or no LMDB 0.9 file.
+        StoreDamagedError: it is missing, cut within a page or no LMDB 0.9 file.
         StoreBlockedError: it can't be opened at the moment.
     """
     try:
@@ -60,9 +60,10 @@ def check_data_file(path: Path) -> None:
         raise kind(f"{path} can't be read: {fault_sentence(error)}") from error
     if metas[0][0] != metas[1][0]:
         raise StoreDamagedError(f"{path}: its two meta pages disagree on the page size")
-    for page_bytes, last_page, _ in metas:
-        if size < (last_page + 1) * page_bytes:
-            raise StoreDamagedError(f"{path} has {size} bytes, its meta page says {(last_page + 1) * page_bytes}: it was cut short")
+    needed = max((last_page + 1) * page_bytes for page_bytes, last_page, _ in metas)
+    if size < needed and size % metas[0][0]:
+        raise StoreDamagedError(f"{path} ends within a page: it was cut short")
+    return max(size, needed)
 
 
 def _meta_page(path: Path, data: bytes) -> tuple[int, int, int]:
@@ -116,10 +117,15 @@ class Store:
         self.blocked_by = ""
         """Why a start could open it for reading alone."""
         self._path = directory / DATA_NAME
-        check_data_file(self._path)
-        if verify:
+        size = check_data_file(self._path)
+        is_short = size > self._path.stat().st_size
+        if is_short and readonly:
+            raise self._cut_short()
+        if verify or is_short:
             _verify(self._path)
-        size = self._path.stat().st_size
+        if is_short:
+            with _translated():
+                os.truncate(self._path, size)
         with _translated():
             if not readonly:
                 _allocate_lock_file(directory)
@@ -140,6 +146,8 @@ class Store:
             with _translated():
                 self._dbs = {name: self._env.open_db(name, create=False) for name in schema.DATABASES}
                 self.meta = self._read_meta()
+                if is_short:
+                    self._check_last_pages()
         except (StorageError, OSError):
             self._env.close()
             raise
@@ -215,6 +223,18 @@ class Store:
         """A read transaction over the blocks; keep it short, for it keeps freed pages from being used again."""
         with _translated(), self._env.begin(db=self._dbs[schema.DB_BLOCKS], buffers=True) as txn:
             yield BlockReader(txn, self.codec)
+
+    def _check_last_pages(self) -> None:
+        """A file that ended before its last page: if that page was counted and never written (``cover_last_page``), a power cut may have come before it was
+        covered, and nothing is missing. The structure was verified up to the first page of each value; a value whose last page was cut off reads as zeros there.
+        """
+        with self._env.begin(db=self._dbs[schema.DB_BLOCKS], buffers=True) as txn:
+            for value in txn.cursor().iternext(keys=False, values=True):
+                if not any(memoryview(value)[-schema.PAGE_BYTES :]):
+                    raise self._cut_short()
+
+    def _cut_short(self) -> StoreDamagedError:
+        return StoreDamagedError(f"{self._path} ends before its last page: it was cut short")
 
     def _read_meta(self) -> StoreMeta:
         with self._env.begin(db=self._dbs[schema.DB_META]) as txn:

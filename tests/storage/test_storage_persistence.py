@@ -13,7 +13,7 @@ from kvd.cache.hashing import Namespace
 from kvd.commands import Recipe
 from kvd.observe import failpoints
 from kvd.storage import persistence, planner, schema, store_thread
-from kvd.storage.errors import StateLockedError
+from kvd.storage.errors import StateLockedError, StoreFullError
 from kvd.storage.store import Store
 from kvd.storage.tools import block_extents, check_store, dump_store
 
@@ -221,7 +221,7 @@ def test_the_governor_holds_copies_back_while_requests_wait(tmp_path):
     for _ in range(20):
         world.tick()
     assert world.storage.stats()["checkpoint_copied_bytes"] == 0
-    assert world.storage.stats()["checkpoint_is_paused"]
+    assert world.storage.status()["governor"] == "queue"
     assert world.storage.idle_delay_s() > 0.1
     world.storage.set_queue_depth(2)
     world.until(lambda: world.storage.status()["blocks"] == 5)
@@ -333,7 +333,7 @@ def test_a_full_disk_keeps_the_generation_and_heals(tmp_path, monkeypatch):
     def commit(self) -> None:
         if full["times"]:
             full["times"] -= 1
-            raise store_thread.StoreFullError("No space left on device")
+            raise StoreFullError("enospc: No space left on device")
         real(self)
 
     monkeypatch.setattr(store_thread.StoreTransaction, "commit", commit)
@@ -377,15 +377,20 @@ def test_a_truncated_data_file_is_set_aside_and_never_kills_the_process(tmp_path
     whole = path.read_bytes()
     kept = tmp_path / "kept"
     shutil.copytree(tmp_path / "kv", kept)
+    num_whole = 0
     for size in [0, 1, 100, 4095, 4096, 4200, 8191, 8192, *range(12288, len(whole), 16384), len(whole) - 1]:
         shutil.rmtree(tmp_path / "kv")
         shutil.copytree(kept, tmp_path / "kv")
         path.write_bytes(whole[:size])
         world = World(tmp_path)
-        assert world.report.num_blocks == 0
+        # what ends at a page and lacks free pages alone may come from a power cut, and lacks nothing
+        is_whole = size % 4096 == 0 and world.report.num_blocks == 5
+        assert is_whole or world.report.num_blocks == 0
         assert world.storage.status()["degraded"] is False
-        assert world.log.named("storage.damage")
+        assert bool(world.log.named("storage.damage")) is not is_whole
+        num_whole += is_whole
         world.stop(clean=False)
+    assert num_whole <= 2
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "garbage", "flipped"])
