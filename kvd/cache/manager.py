@@ -7,7 +7,6 @@ names: the number of cached blocks enters only as a logarithm, on eviction.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,12 +14,13 @@ from kvd.cache.audit import check_cache
 from kvd.cache.block_table import BlockTable, CopyOnWrite, LoadTarget, PrefixInfo, PrefixMatch
 from kvd.cache.blocks import TreeBlocks
 from kvd.cache.errors import CacheError, PinCapacityError, PinNotReadyError, PinTooShortError
-from kvd.cache.events import BlockOrigin, BlocksUsed, CacheEvent
+from kvd.cache.events import BlockOrigin, CacheEvent
 from kvd.cache.eviction import EvictionPolicy, LruPolicy
 from kvd.cache.filling import Fillings
 from kvd.cache.hashing import Namespace, block_hash
 from kvd.cache.pins import PinBook
 from kvd.cache.prefix_tree import HashFunction, Node
+from kvd.cache.uses import Uses
 from kvd.types import TOKEN_BYTES, BlockHash, BlockId, PackedTokens
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "PrefixMatch",
 ]
 
-_MAX_REMEMBERED_PREFIXES = 1024
 _LRU = LruPolicy()
 
 
@@ -71,8 +70,8 @@ class CacheManager:
         self._fillings = Fillings()
         self._num_loading = 0
         self._tables: set[BlockTable] = set()
-        self._counters: Counter[str] = Counter()
-        self._prefix_ends: dict[Node, None] = {}
+        self._uses = Uses(self._blocks, self._fillings, block_size_tokens)
+        self._counters = self._uses.counters
 
     # ------------------------------------------------------------------------------------------------ numbers
 
@@ -175,7 +174,7 @@ class CacheManager:
         table = BlockTable(match.namespace, block_ids, num_tokens, len(block_ids) * self.block_size_tokens)
         self._tables.add(table)
         self._begin_fills(table, match.token_ids, path, origin=origin, uses=int(counts_use))
-        self._use(table, path, counts_use=counts_use)
+        self._uses.use(table, path, counts_use=counts_use)
         return table
 
     def extend(self, table: BlockTable, num_tokens: int) -> tuple[CopyOnWrite, ...] | None:
@@ -295,7 +294,7 @@ class CacheManager:
                     node.is_fresh = False
                     follower.num_restored_tokens += self.block_size_tokens
                 if not follower.waits_for:
-                    self._tell_used(follower)
+                    self._uses.tell(follower)
             if owner is None:
                 self._num_loading -= 1
                 self._blocks.drop(node.block_id)
@@ -396,11 +395,9 @@ class CacheManager:
         self._blocks.events.clear()
         return events
 
-    def hottest(self, limit: int) -> list[PrefixInfo]:
-        """The most used prefixes in memory, among those that the latest requests shared or that were loaded."""
-        self._prefix_ends = {node: None for node in self._prefix_ends if node.in_tree}
-        ends = sorted((node for node in self._prefix_ends if node.is_ready), key=lambda node: (-node.uses, -node.last_used))
-        return [PrefixInfo.of(node, self._blocks.tick) for node in ends[:limit]]
+    def hottest(self, limit: int, tenant: str = "") -> list[PrefixInfo]:
+        """The tenant's most used prefixes in memory, among those that the latest requests shared or that were loaded."""
+        return self._uses.hottest(limit, tenant)
 
     def check_invariants(self) -> None:
         """Audit everything against everything, O(all blocks); an AssertionError names what is wrong."""
@@ -441,45 +438,5 @@ class CacheManager:
             targets.append(LoadTarget(tip, tip.block_id, tip.block_hash))
         self._num_loading += len(targets)
         if tip is not None:
-            self._remember_prefix(tip)
+            self._uses.remember_prefix(tip)
         return targets
-
-    def _use(self, table: BlockTable, path: Sequence[Node], *, counts_use: bool) -> None:
-        self._blocks.tick += 1
-        table.num_cached_tokens = len(path) * self.block_size_tokens
-        num_fresh: Counter[BlockOrigin] = Counter()
-        num_hit: Counter[BlockOrigin] = Counter()
-        for node in path:
-            node.last_used = self._blocks.tick
-            if not node.is_ready:
-                self._fillings.follow(node, table)
-            if counts_use:
-                node.uses += 1
-                num_hit[node.origin] += 1
-                if node.is_ready or self._fillings.owner(node) is not None:
-                    num_fresh[node.origin] += node.is_fresh
-                    node.is_fresh = False
-        if not counts_use:
-            return
-        table.num_restored_tokens = num_fresh[BlockOrigin.RESTORED] * self.block_size_tokens
-        table.num_recomputed_tokens = num_fresh[BlockOrigin.RECOMPUTED] * self.block_size_tokens
-        self._counters["query_tokens"] += table.num_tokens
-        self._counters["hit_tokens"] += table.num_cached_tokens
-        for origin, num_blocks in num_hit.items():
-            self._counters[f"hit_tokens_{origin.value}"] += num_blocks * self.block_size_tokens
-        if path:
-            table.matched = tuple(path)
-            self._remember_prefix(path[-1])
-            if not table.waits_for:
-                self._tell_used(table)
-
-    def _tell_used(self, table: BlockTable) -> None:
-        if table.matched:
-            self._blocks.events.append(BlocksUsed(tuple(node.block_hash for node in table.matched)))
-            table.matched = ()
-
-    def _remember_prefix(self, node: Node) -> None:
-        self._prefix_ends.pop(node, None)
-        self._prefix_ends[node] = None
-        if len(self._prefix_ends) > _MAX_REMEMBERED_PREFIXES:
-            del self._prefix_ends[next(iter(self._prefix_ends))]
