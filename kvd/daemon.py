@@ -158,6 +158,8 @@ class Daemon:
             engine = self._open_engine(storage, spec)
             self._allow_interrupts()  # one that a library's import has swallowed; weights may take long
             end = self._serve(storage, engine)
+            if end is LoopEnd.ENGINE_ERROR:
+                storage.mark_engine_error()
             if end is LoopEnd.DRAINED and not self._failure:
                 self._manager.on_last_checkpoint(self._config.engine.drain_timeout_s)
                 storage.shutdown_checkpoint(self._clock.monotonic() + self._config.engine.drain_timeout_s)

@@ -26,17 +26,26 @@ def current_recipes(
     """The recipes with the ids that this model's text side gives them today; and those that are not to be computed, with the reason."""
     if not recipes:
         return {}, {}
-    if not report.recompute_pins:
+    if not (report.recompute_pins or report.failed_computations):  # starts that died: not even their templates are touched
         log.warning("pins_not_computed", num_pins=len(recipes), failed_starts=report.failed_starts)
         return {}, dict.fromkeys(recipes, f"not computed, for the {report.failed_starts} starts before died early; pin it again")
     text = load_text()
     current, not_computed = {}, {}
     for name, recipe in recipes.items():
         try:
-            current[name] = msgspec.structs.replace(recipe, token_ids=_render(recipe, text, template_date))
+            rendered = msgspec.structs.replace(recipe, token_ids=_render(recipe, text, template_date))
         except TextError as error:
             not_computed[name] = str(error)
             log.warning("pin_not_computed", name=name, reason=str(error))
+            continue
+        if not report.recompute_pins and (name in report.pins_pending or rendered.token_ids != recipe.token_ids):
+            not_computed[name] = (
+                f"not computed, for the executor failed in {report.failed_computations} starts that computed pins; pin it again"
+            )
+        else:
+            current[name] = rendered
+    if not report.recompute_pins:
+        log.warning("pins_not_computed", num_pins=len(not_computed), failed_computations=report.failed_computations)
     return current, not_computed
 
 

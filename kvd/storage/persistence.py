@@ -60,6 +60,7 @@ class Storage:
         self._fingerprint = b""
         self._groups: tuple[KvGroup, ...] = ()
         self._stable_timer: threading.Timer | None = None
+        self._is_ready = False
         self._pin_chains: list[tuple[str, list[BlockHash]]] = []
 
     # -------------------------------------------------------------------------------- start
@@ -199,7 +200,12 @@ class Storage:
         recompute_pins = not self._guard.skip_pins
         if running is None:
             names = tuple(self.recipe_book.recipes())
-            return RehydrationReport(pins_pending=names, recompute_pins=recompute_pins, failed_starts=self.failed_starts)
+            return RehydrationReport(
+                pins_pending=names,
+                recompute_pins=recompute_pins,
+                failed_starts=self.failed_starts,
+                failed_computations=self._guard.failed_computations,
+            )
         started_s = time.monotonic()
         index = running.recovered.index
         max_blocks = int(cache.num_blocks * self._config.rehydrate_max_fraction)
@@ -231,6 +237,7 @@ class Storage:
             recompute_pins=recompute_pins,
             recompute=tuple(self._submit(running, chain) for chain in chains),
             failed_starts=self.failed_starts,
+            failed_computations=self._guard.failed_computations,
         )
 
     def _load(
@@ -274,11 +281,17 @@ class Storage:
 
     def mark_ready(self) -> None:
         """READY: unless the process dies within ten seconds, and before it has served a request, this start counts as good."""
+        self._is_ready = True
         self._count_as_good_in(STABLE_AFTER_S)
 
     def mark_served(self) -> None:
         """A client's request was finished: this start counts as good from now on."""
         self._count_as_good_in(0.0)
+
+    def mark_engine_error(self) -> None:
+        """The executor raised. If that was before READY, it was over what this start computed, and the next one would compute it again."""
+        if not self._is_ready:
+            self._guard.note_failed_computation()
 
     def _count_as_good_in(self, delay_s: float) -> None:
         if self._stable_timer is not None:

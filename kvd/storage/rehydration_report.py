@@ -13,7 +13,7 @@ class RehydrationReport:
     """How a start's rehydration went.
 
     ``recompute`` are requests that compute prefixes anew which were used twice or more and whose bytes are gone, the most valuable first;
-    ``recompute_pins`` is False after several starts that died early.
+    ``recompute_pins`` is False after several starts that died early or failed while they computed.
     """
 
     num_blocks: int = 0
@@ -25,6 +25,7 @@ class RehydrationReport:
     recompute_pins: bool = True
     recompute: tuple[Submit, ...] = ()
     failed_starts: int = 0
+    failed_computations: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The ``rehydration`` part of the status report."""
@@ -36,5 +37,6 @@ class RehydrationReport:
             "pins_pending": len(self.pins_pending),
             "dropped": dict(self.dropped),
             "failed_starts": self.failed_starts,
+            "failed_computations": self.failed_computations,
             "recompute_pins": self.recompute_pins,
         }

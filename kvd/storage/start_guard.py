@@ -2,7 +2,8 @@
 
 A store that kills its reader (a bad sector under the map is SIGBUS, not an exception) must not kill it for ever: after two such starts the store
 generation is set aside unread, after three the pins are not computed again either. A start that is refused, or fails by an exception, has
-not died: it takes its count back. Where the marker can't be written (a full disk, a read-only one), the start goes on uncounted.
+not died: it takes its count back. But one whose executor raised while it computed what it had to bring back would do so again, for ever: such starts are
+counted apart, and after two of them nothing is computed before READY. Where the marker can't be written (a full disk, a read-only one), the start goes on uncounted.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ MARKER_NAME = "starting"
 STABLE_AFTER_S = 10.0
 SET_ASIDE_AT = 2
 NO_PINS_AT = 3
+NO_COMPUTING_AT = 2
+"""Starts whose executor raised before READY."""
 _POINTS = ("store.marker.before_sync", "store.marker.before_rename", "store.marker.after_rename")
 
 
 class StartGuard:
-    """``failed_starts`` is the count found; this start is counted from construction to ``clear`` or ``take_back``. Thread-safe.
+    """``failed_starts`` and ``failed_computations`` are the counts found; this start is counted from construction to ``clear`` or ``take_back``. Thread-safe.
 
     ``fault`` says why it is not counted; empty if it is.
 
@@ -36,7 +39,8 @@ class StartGuard:
         self._path = state_dir / MARKER_NAME
         self._lock = threading.Lock()
         self._is_counted = True
-        self.failed_starts = read_failed_starts(state_dir)
+        self.failed_starts, self.failed_computations = _read(state_dir)
+        self._num_computations = self.failed_computations
         self.fault = ""
         try:
             self._write(self.failed_starts + 1)
@@ -51,7 +55,12 @@ class StartGuard:
 
     @property
     def skip_pins(self) -> bool:
-        return self.failed_starts >= NO_PINS_AT
+        return self.failed_starts >= NO_PINS_AT or self.failed_computations >= NO_COMPUTING_AT
+
+    def note_failed_computation(self) -> None:
+        """The executor raised before READY: ``take_back`` remembers it."""
+        with self._lock:
+            self._num_computations = self.failed_computations + 1
 
     def clear(self) -> None:
         """The start went well, or the daemon ends cleanly."""
@@ -66,7 +75,7 @@ class StartGuard:
             if not self._is_counted:
                 return
             self._is_counted = False
-            if self.failed_starts:
+            if self.failed_starts or self._num_computations:
                 self._write(self.failed_starts)
             else:
                 remove_file(self._path)
@@ -74,14 +83,20 @@ class StartGuard:
     def _write(self, count: int) -> None:
         if self._path.is_dir():
             remove_any(self._path)  # a rename would not take its place
-        replace_file(self._path, f"{count} {os.getpid()}\n".encode(), points=_POINTS)
+        replace_file(self._path, f"{count} {os.getpid()} {self._num_computations}\n".encode(), points=_POINTS)
 
 
 def read_failed_starts(state_dir: Path) -> int:
     """The count in the marker; 0 without one; an unreadable marker counts as one failed start."""
+    return _read(state_dir)[0]
+
+
+def _read(state_dir: Path) -> tuple[int, int]:
+    """Starts that died, and starts whose computing failed; the latter is missing in markers of 0.1.0."""
     try:
-        return max(0, int(read_regular(state_dir / MARKER_NAME).split()[0]))
+        fields = read_regular(state_dir / MARKER_NAME).split()
+        return max(0, int(fields[0])), max(0, int(fields[2])) if len(fields) > 2 else 0
     except FileNotFoundError:
-        return 0
+        return 0, 0
     except (OSError, ValueError, IndexError):
-        return 1
+        return 1, 0
