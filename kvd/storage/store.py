@@ -129,13 +129,13 @@ class Store:
         with _translated():
             if not readonly:
                 _allocate_lock_file(directory)
+            # meminit stays on: without it freed memory of this process, be it tokens or keys, goes to disk in the unused part of pages.
             self._env = lmdb.open(
                 str(directory),
                 # Above its budget it still needs a little room: removing things takes new pages first.
                 map_size=map_bytes if size <= map_bytes else size + max(_SHRINK_ROOM_BYTES, size // 64),
                 max_dbs=len(schema.DATABASES),
                 lib_version=0,
-                meminit=False,
                 mode=0o600,
                 readonly=readonly,
                 lock=lock,
@@ -161,7 +161,7 @@ class Store:
         """
         with _translated():
             env = lmdb.open(
-                str(directory), map_size=map_bytes, max_dbs=len(schema.DATABASES), lib_version=0, meminit=False, mode=0o600, lock=False
+                str(directory), map_size=map_bytes, max_dbs=len(schema.DATABASES), lib_version=0, mode=0o600, lock=False
             )
             try:
                 dbs = {name: env.open_db(name) for name in schema.DATABASES}

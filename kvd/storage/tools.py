@@ -12,49 +12,58 @@ from pathlib import Path
 from typing import Any
 
 from kvd.storage import schema
-from kvd.storage.codec import Codec
-from kvd.storage.errors import RecipesUnreadableError, StorageError, StoreDamagedError, UnknownFormatError
+from kvd.storage.codec import PLAIN, Codec
+from kvd.storage.encryption import master_key_of, reading_encryption
+from kvd.storage.errors import EncryptionKeyError, RecipesUnreadableError, StorageError, StoreDamagedError, UnknownFormatError
 from kvd.storage.generations import CURRENT_NAME, STORE_NAME, Generations, read_current
+from kvd.storage.keys import KeyRing
 from kvd.storage.lock import StateLock, is_locked
 from kvd.storage.recipes import RecipeFileError, list_recipe_files, read_recipe_file, read_recipes, restore_recipes
 from kvd.storage.recovery import WAL_NAME
 from kvd.storage.schema import BadRowError
+from kvd.storage.sealing import KEY_LOST, SealedCodec
 from kvd.storage.start_guard import read_failed_starts
 from kvd.storage.store import DATA_NAME, Store
 from kvd.types import unpack_tokens
 from kvd.wal.quarantine import QUARANTINE_NAME, discard
 from kvd.wal.reader import SegmentEnd, read_segments
-from kvd.wal.record import Forget, Insert, Pin, Record, WalFormatError
+from kvd.wal.record import Forget, Insert, PayloadSeal, Pin, Record, WalFormatError
 from kvd.wal.repair import repair_log
 
 _QUARANTINE_MAX_BYTES = 1 << 28
 _PAGE_HEADER_BYTES = schema.PAGE_HEADER_BYTES
+_BLIND = "contents not checked: no key file given"
 
 
-def check_store(state_dir: Path, *, repair: bool = False) -> dict[str, Any]:
+def check_store(state_dir: Path, *, repair: bool = False, key_file: str = "") -> dict[str, Any]:
     """Verify all of a state directory; a report as JSON-like data. ``ok`` is False if anything is damaged or unreadable, ``problems`` says what.
 
-    A torn tail of the log and counted failed starts are not damage.
+    A torn tail of the log and counted failed starts are not damage. Of an encrypted directory without ``key_file`` the structure is checked and no content.
 
     Raises:
         StateLockedError: ``repair`` beside a live daemon.
+        EncryptionKeyError: the key is not the right one, there is nothing that it opens, or it is missing for a repair.
     """
     problems: list[str] = []
     repaired: list[str] = []
     if repair:
         lock = StateLock(state_dir)
         try:
-            repaired = _repair(state_dir)
+            repaired = _repair(state_dir, _sealing_codec(state_dir, key_file))
         finally:
             lock.release()
+    encryption = reading_encryption(state_dir, key_file)
+    codec = encryption.codec
+    problems += encryption.ring.notes if encryption.ring is not None else ()
     report: dict[str, Any] = {
         "ok": True,
         "state_dir": str(state_dir),
         "in_use": is_locked(state_dir),
         "failed_starts": read_failed_starts(state_dir),
-        **_check_recipes(state_dir, problems),
-        **_check_generation(state_dir, problems),
-        **_check_log(state_dir, problems),
+        "encryption": _BLIND if encryption.is_blind else "checked with the key" if codec.is_sealed else "none",
+        **_check_recipes(state_dir, codec, problems),
+        **_check_generation(state_dir, codec, problems, is_blind=encryption.is_blind),
+        **_check_log(state_dir, codec, problems),
     }
     report["problems"] = problems
     if repair:
@@ -63,13 +72,15 @@ def check_store(state_dir: Path, *, repair: bool = False) -> dict[str, Any]:
     return report
 
 
-def dump_store(state_dir: Path) -> Iterator[dict[str, Any]]:
+def dump_store(state_dir: Path, *, key_file: str = "") -> Iterator[dict[str, Any]]:
     """Everything that is kept, without the bytes of blocks, one JSON-like entry each: ``kind`` says what.
 
     Raises:
         RecipesUnreadableError, StorageError, WalFormatError: a part that can't be read at all.
+        EncryptionKeyError: the directory is encrypted and this is not its key.
     """
-    found = read_recipes(state_dir)
+    codec = _seeing(state_dir, key_file)
+    found = read_recipes(state_dir, codec)
     for recipe in (found.value or {}).values():
         yield {
             "kind": "recipe",
@@ -80,12 +91,12 @@ def dump_store(state_dir: Path) -> Iterator[dict[str, Any]]:
             "created_unix_s": recipe.created_unix_s,
             "generation": found.generation,
         }
-    for segment, fault in read_segments(state_dir / WAL_NAME, None):
+    for segment, fault in read_segments(state_dir / WAL_NAME, None, _wal_seal(state_dir, codec)):
         yield {"kind": "wal_segment", "number": segment.number, "bytes": segment.size_bytes, "end": segment.end.value, "fault": fault}
         if not fault:
             for lsn, record in segment.records:
                 yield {"kind": "wal_record", "lsn": lsn, **_describe(record)}
-    with _opened(state_dir) as store:
+    with _opened(state_dir, codec) as store:
         if store is not None:
             yield from _dump_rows(store)
 
@@ -99,7 +110,7 @@ def block_extents(state_dir: Path) -> Iterator[tuple[Path, int, int]]:
     if current is None:
         return
     path = state_dir / STORE_NAME / str(current.generation) / DATA_NAME
-    with _opened(state_dir) as store:
+    with _opened(state_dir, PLAIN) as store:
         live = set(store.block_keys()) if store is not None else set()
     hashes = {key[-32:] for key in live}
     size = path.stat().st_size
@@ -115,9 +126,9 @@ def block_extents(state_dir: Path) -> Iterator[tuple[Path, int, int]]:
 # -------------------------------------------------------------------------------------------------- recipes
 
 
-def _check_recipes(state_dir: Path, problems: list[str]) -> dict[str, Any]:
+def _check_recipes(state_dir: Path, codec: Codec, problems: list[str]) -> dict[str, Any]:
     try:
-        found = read_recipes(state_dir)
+        found = read_recipes(state_dir, codec)
     except (RecipesUnreadableError, UnknownFormatError) as error:
         problems.append(str(error))
         return {"recipes": 0, "recipe_copies": 0, "recipe_generations": []}
@@ -127,7 +138,7 @@ def _check_recipes(state_dir: Path, problems: list[str]) -> dict[str, Any]:
         entry: dict[str, Any] = {"generation": generation}
         try:
             entry["bytes"] = path.lstat().st_size
-            entry["recipes"] = len(read_recipe_file(generation, path))
+            entry["recipes"] = len(read_recipe_file(generation, path, codec))
         except (RecipeFileError, UnknownFormatError, OSError) as error:
             entry["error"] = str(error)
         generations.append(entry)
@@ -138,26 +149,26 @@ def _check_recipes(state_dir: Path, problems: list[str]) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(state_dir: Path) -> Iterator[Store | None]:
+def _opened(state_dir: Path, codec: Codec) -> Iterator[Store | None]:
     """The current generation, read-only; None if there is none yet.
 
     Raises:
         StorageError: it can't be opened.
     """
-    current = read_current(state_dir)
+    current = read_current(state_dir, codec)
     directory = state_dir / STORE_NAME / str(current.generation) if current is not None else None
     if directory is None or not directory.is_dir():
         yield None
         return
     # A live daemon's file changes under a structural check: only the map's own guarantees hold there.
-    store = Store(directory, 0, readonly=True, verify=not is_locked(state_dir))
+    store = Store(directory, 0, codec=codec, readonly=True, verify=not is_locked(state_dir))
     try:
         yield store
     finally:
         store.close()
 
 
-def _check_generation(state_dir: Path, problems: list[str]) -> dict[str, Any]:
+def _check_generation(state_dir: Path, codec: Codec, problems: list[str], *, is_blind: bool) -> dict[str, Any]:
     report: dict[str, Any] = {
         "generation": None,
         "namespaces": 0,
@@ -167,41 +178,63 @@ def _check_generation(state_dir: Path, problems: list[str]) -> dict[str, Any]:
         "orphan_nodes": 0,
         "orphan_blocks": 0,
         "bad_rows": 0,
+        "forgotten_rows": 0,
         "bad_blocks": {},
     }
     try:
-        with _opened(state_dir) as store:
-            if store is not None:
+        with _opened(state_dir, codec) as store:
+            if store is not None and is_blind:
+                _count_rows(store, report)
+            elif store is not None:
                 _check_rows(store, report, problems)
     except StorageError as error:
         problems.append(str(error))
     return report
 
 
-def _check_rows(store: Store, report: dict[str, Any], problems: list[str]) -> None:
+def _count_rows(store: Store, report: dict[str, Any]) -> None:
+    """What can be said without the key."""
+    report |= _meta_facts(store)
+    for name, database in (("namespaces", schema.DB_NAMESPACES), ("nodes", schema.DB_NODES), ("blocks", schema.DB_BLOCKS)):
+        report[name] = store.num_rows(database)
+
+
+def _meta_facts(store: Store) -> dict[str, Any]:
     meta = store.meta
-    report |= {"generation": meta.generation, "applied_lsn": meta.applied_lsn, "clean": meta.clean, "file_bytes": store.file_bytes}
+    return {"generation": meta.generation, "applied_lsn": meta.applied_lsn, "clean": meta.clean, "file_bytes": store.file_bytes}
+
+
+def _count_bad(report: dict[str, Any], error: BadRowError) -> None:
+    """What a destroyed key had sealed is no damage."""
+    report["forgotten_rows" if error.reason == KEY_LOST else "bad_rows"] += 1
+
+
+def _check_rows(store: Store, report: dict[str, Any], problems: list[str]) -> None:
+    report |= _meta_facts(store)
     roots = set()
     for root, value in store.rows(schema.DB_NAMESPACES):
         try:
             store.codec.unpack_namespace(root, value)
             roots.add(root)
-        except BadRowError:
-            report["bad_rows"] += 1
+        except BadRowError as error:
+            _count_bad(report, error)
     parents: dict[bytes, tuple[bytes, bytes]] = {}
     for key, value in store.rows(schema.DB_NODES):
         try:
             row = store.codec.unpack_node(key, value)
             parents[key] = (row.root, row.parent)
-        except BadRowError:
-            report["bad_rows"] += 1
+        except BadRowError as error:
+            _count_bad(report, error)
     orphans = [key for key, (root, parent) in parents.items() if root not in roots or (parent != root and parent not in parents)]
     with store.reading_blocks() as reader:
         for key, view in reader.items():
             try:
-                _, block_hash = schema.split_block_key(key)
-                report["block_bytes"] += schema.verify_block(view, block_hash)
+                _, block_hash, row_bytes = store.codec.verify_block(key, view)
+                report["block_bytes"] += row_bytes
             except BadRowError as error:
+                if error.reason == KEY_LOST:
+                    report["forgotten_rows"] += 1
+                    continue
                 report["bad_blocks"][error.reason] = report["bad_blocks"].get(error.reason, 0) + 1
                 continue
             report["blocks"] += 1
@@ -253,15 +286,19 @@ def _dump_rows(store: Store) -> Iterator[dict[str, Any]]:
             "origin": row.origin,
             "token_ids": list(unpack_tokens(row.token_ids)),
         }
-    for name, leaf in store.rows(schema.DB_PINS):
-        yield {"kind": "pin", "name": name.decode("utf-8", "replace"), "leaf": leaf.hex()}
+    for key, value in store.rows(schema.DB_PINS):
+        try:
+            name, leaf = store.codec.unpack_pin(key, value)
+        except BadRowError as error:
+            yield {"kind": "pin", "key": key.hex(), "error": error.reason}
+            continue
+        yield {"kind": "pin", "name": name, "leaf": leaf.hex()}
     with store.reading_blocks() as reader:
         for key, view in reader.items():
             entry: dict[str, Any] = {"kind": "block", "bytes": len(view)}
             try:
-                group, block_hash = schema.split_block_key(key)
-                entry |= {"group": group, "hash": block_hash.hex()}
-                entry["row_bytes"] = schema.verify_block(view, block_hash)
+                group, block_hash, row_bytes = store.codec.verify_block(key, view)
+                entry |= {"group": group, "hash": block_hash.hex(), "row_bytes": row_bytes}
             except BadRowError as error:
                 entry["error"] = error.reason
             yield entry
@@ -270,17 +307,17 @@ def _dump_rows(store: Store) -> Iterator[dict[str, Any]]:
 # -------------------------------------------------------------------------------------------------- log
 
 
-def _check_log(state_dir: Path, problems: list[str]) -> dict[str, Any]:
+def _check_log(state_dir: Path, codec: Codec, problems: list[str]) -> dict[str, Any]:
     num_segments = num_records = num_bytes = torn_bytes = last_lsn = 0
     try:
-        store_uuid = _store_uuid(state_dir)
-        for segment, fault in read_segments(state_dir / WAL_NAME, store_uuid):
+        store_uuid = _store_uuid(state_dir, codec)
+        for segment, fault in read_segments(state_dir / WAL_NAME, store_uuid, _wal_seal(state_dir, codec)):
             num_segments += 1
             num_bytes += segment.size_bytes
             if fault:
                 problems.append(f"{segment.path.name}: {fault}")
                 continue
-            num_records += len(segment.records)
+            num_records += segment.num_records
             last_lsn = max(last_lsn, segment.last_lsn)
             if segment.end is SegmentEnd.DAMAGED:
                 problems.append(f"{segment.path.name}: damaged at byte {segment.valid_bytes}")
@@ -299,12 +336,16 @@ def _check_log(state_dir: Path, problems: list[str]) -> dict[str, Any]:
     }
 
 
-def _store_uuid(state_dir: Path) -> bytes | None:
+def _store_uuid(state_dir: Path, codec: Codec) -> bytes | None:
     try:
-        current = read_current(state_dir)
+        current = read_current(state_dir, codec)
     except StorageError:
         return None
     return current.store_uuid if current is not None else None
+
+
+def _wal_seal(state_dir: Path, codec: Codec) -> PayloadSeal | None:
+    return codec.wal_seal(_store_uuid(state_dir, codec) or bytes(16))
 
 
 def _describe(record: Record) -> dict[str, Any]:
@@ -325,37 +366,38 @@ def _describe(record: Record) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------- repair
 
 
-def _repair(state_dir: Path) -> list[str]:
+def _repair(state_dir: Path, codec: Codec) -> list[str]:
     """What a start would set aside, and the removal of rows and blocks that fail their checks; what was done, as sentences."""
-    done = _repair_recipes(state_dir)
-    done += _repair_current(state_dir)
+    done = _repair_recipes(state_dir, codec)
+    done += _repair_current(state_dir, codec)
     log = repair_log(
         state_dir / WAL_NAME,
-        _store_uuid(state_dir),
+        _store_uuid(state_dir, codec),
         lambda _lsn, _record: None,
         quarantine=state_dir / QUARANTINE_NAME,
         quarantine_max_bytes=_QUARANTINE_MAX_BYTES,
+        seal=_wal_seal(state_dir, codec),
     )
     return done + log.damage
 
 
-def _repair_recipes(state_dir: Path) -> list[str]:
+def _repair_recipes(state_dir: Path, codec: Codec) -> list[str]:
     try:
-        found = read_recipes(state_dir)
+        found = read_recipes(state_dir, codec)
     except RecipesUnreadableError:
         return []  # the report names it: people decide
     try:
-        restore_recipes(state_dir, found)
+        restore_recipes(state_dir, found, codec)
     except OSError as error:
         return [f"the recipes (pins) can't be written: {error}"]
     return [f"{damaged}; set aside, the pins of generation {found.generation} stand in two files" for damaged in found.damaged]
 
 
-def _repair_current(state_dir: Path) -> list[str]:
+def _repair_current(state_dir: Path, codec: Codec) -> list[str]:
     if not (state_dir / STORE_NAME).is_dir():
         return []
     try:
-        current = read_current(state_dir)
+        current = read_current(state_dir, codec)
     except StoreDamagedError as error:
         failure = discard(state_dir / STORE_NAME / CURRENT_NAME, state_dir / QUARANTINE_NAME, _QUARANTINE_MAX_BYTES)
         return [failure or f"{error}; set aside, the next start begins an empty store"]
@@ -363,9 +405,9 @@ def _repair_current(state_dir: Path) -> list[str]:
         return []
     directory = state_dir / STORE_NAME / str(current.generation)
     try:
-        store = Store(directory, 0)
+        store = Store(directory, 0, codec=codec)
     except StoreDamagedError as error:
-        Generations(state_dir, map_bytes=1 << 20, max_aside_bytes=1 << 62).set_aside()
+        Generations(state_dir, map_bytes=1 << 20, max_aside_bytes=1 << 62, codec=codec).set_aside()
         return [f"{error}; set aside"]
     try:
         return _remove_bad(store)
@@ -378,7 +420,7 @@ def _remove_bad(store: Store) -> list[str]:
     with store.reading_blocks() as reader:
         for key, view in reader.items():
             try:
-                schema.verify_block(view, schema.split_block_key(key)[1])
+                store.codec.verify_block(key, view)
             except BadRowError:
                 bad_blocks.append(key)
     bad_nodes = [key for key, value in store.rows(schema.DB_NODES) if _is_bad(store.codec, key, value)]
@@ -399,3 +441,21 @@ def _is_bad(codec: Codec, key: bytes, value: bytes) -> bool:
     except BadRowError:
         return True
     return False
+
+
+# -------------------------------------------------------------------------------------------------- encryption
+
+
+def _seeing(state_dir: Path, key_file: str) -> Codec:
+    """The codec that reads the contents of ``state_dir``."""
+    encryption = reading_encryption(state_dir, key_file)
+    if encryption.is_blind:
+        raise EncryptionKeyError(f"{state_dir} is encrypted; store_encryption_key_file must name the file of its key")
+    return encryption.codec
+
+
+def _sealing_codec(state_dir: Path, key_file: str) -> Codec:
+    """As ``_seeing``, for a repair, which may have to seal."""
+    codec = _seeing(state_dir, key_file)
+    master_key = master_key_of(key_file)
+    return SealedCodec(KeyRing(state_dir, master_key)) if master_key is not None else codec

@@ -54,6 +54,19 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> Non
         offset += written
 
 
+def write_private(path: Path, data: bytes) -> None:
+    """A new file that is its owner's alone, whatever the umask says; not durable by itself.
+
+    Raises:
+        OSError: something has that name, or it could not be written.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        write_all(fd, data, 0)
+    finally:
+        os.close(fd)
+
+
 def open_regular(path: Path) -> BufferedReader:
     """A regular file for reading. Never waits: a fifo that took a file's place would hold up an ordinary open for ever.
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from kvd.wal.disk_faults import disk_bytes
-from kvd.wal.durable import make_directory, remove_any, sync_directory
+from kvd.wal.durable import make_directory, remove_any, sync_directory, write_private
 
 QUARANTINE_NAME = "quarantine"
 
@@ -60,7 +60,7 @@ def keep_piece(name: str, data: bytes, quarantine: Path, max_bytes: int) -> None
     bound(quarantine, max_bytes - len(data))
     path = _free_name(quarantine, name)
     try:
-        path.write_bytes(data)
+        write_private(path, data)
     except OSError:
         path.unlink(missing_ok=True)
         raise

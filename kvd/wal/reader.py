@@ -54,6 +54,11 @@ class Segment:
     valid_bytes: int
     end: SegmentEnd
 
+    @property
+    def num_records(self) -> int:
+        """Of its valid prefix, those that were passed by among them."""
+        return self.last_lsn - self.header.first_lsn + 1 if self.header is not None else 0
+
 
 def segment_path(directory: Path, number: int) -> Path:
     return directory / f"{number:016d}.wal"

@@ -167,7 +167,8 @@ def _read_cache(path: Path) -> dict[str, str]:
 def _write_cache(path: Path, digests: dict[str, str]) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(fd, "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
             json.dump({"version": _CACHE_VERSION, "sha256": digests}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
