@@ -1,4 +1,7 @@
-"""How ``store_max_bytes`` is shared out: everything under the state directory that can grow has its part, and a defined answer at the bound."""
+"""How ``store_max_bytes`` is shared out: everything under the state directory that can grow has its part, and a defined answer at the bound.
+
+A part counts what ``du`` would: the files that a change makes beside those that it replaces are in it, too.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,12 @@ from kvd.types import KvGroup
 
 _PAGE = 4096
 _MIB = 1 << 20
+_FIXED_BYTES = 512 << 10
+"""Folders, the lock, the marker, CURRENT, lmdb's lock files, the digests of weight files, and what a file system takes to map a large file."""
+_RECIPES_MAX_BYTES = 256 * _MIB
+_RECIPE_FILES = 4
+"""Of the recipes while they are written anew: two that hold the state before, and two that hold the new one."""
+_WAL_SEGMENTS = 8
 _NODE_DISK_BYTES = 400
 _MAX_NODES = 131_072
 """About half a kilobyte each in memory."""
@@ -31,6 +40,7 @@ class Budget:
     """Block bytes that make a transaction."""
     max_nodes: int
     wal_max_bytes: int
+    """Of the log's segments; one more may be there while a failed one is written anew."""
     wal_segment_bytes: int
     quarantine_max_bytes: int
     aside_max_bytes: int
@@ -52,12 +62,25 @@ class PlannerLimits:
     write_dwell_s: float
 
 
-def plan_budget(config: StorageConfig, groups: Sequence[KvGroup], codec: Codec = PLAIN) -> Budget:
+def recipes_max_bytes(store_max_bytes: int) -> int:
+    """The largest file of recipes that a pin may make."""
+    return min(store_max_bytes // 16, _RECIPES_MAX_BYTES) // _RECIPE_FILES
+
+
+def quarantine_max_bytes(store_max_bytes: int) -> int:
+    """What lies in the quarantine folder."""
+    return store_max_bytes // 32
+
+
+def plan_budget(config: StorageConfig, groups: Sequence[KvGroup], codec: Codec = PLAIN, *, recipes_bytes: int = 0) -> Budget:
+    """``recipes_bytes``: what a file of the present pins takes; they are kept whatever the budget, and the store makes room for them."""
     total = config.store_max_bytes
-    wal_max_bytes = min(config.wal_max_bytes, total // 8)
-    quarantine_max_bytes = total // 32
+    wal_part_bytes = min(config.wal_max_bytes, total // 8)
+    wal_segment_bytes = min(config.wal_segment_bytes, max(65536, wal_part_bytes // _WAL_SEGMENTS // _PAGE * _PAGE))
     aside_max_bytes = total // 8
-    map_bytes = max(_MIB, (total - wal_max_bytes - quarantine_max_bytes - aside_max_bytes) // _PAGE * _PAGE)
+    recipes_part_bytes = _RECIPE_FILES * max(recipes_bytes, recipes_max_bytes(total))
+    others_bytes = wal_part_bytes + quarantine_max_bytes(total) + aside_max_bytes + recipes_part_bytes + _FIXED_BYTES
+    map_bytes = max(_MIB, (total - others_bytes) // _PAGE * _PAGE)
     max_nodes = min(_MAX_NODES, max(256, map_bytes // (16 * _NODE_DISK_BYTES)))
     return Budget(
         map_bytes=map_bytes,
@@ -65,8 +88,8 @@ def plan_budget(config: StorageConfig, groups: Sequence[KvGroup], codec: Codec =
         block_bytes=sum(codec.value_bytes(group.row_bytes) + 16 for group in groups),
         commit_bytes=min(16 * _MIB, map_bytes // 16),
         max_nodes=max_nodes,
-        wal_max_bytes=wal_max_bytes,
-        wal_segment_bytes=min(config.wal_segment_bytes, max(65536, wal_max_bytes // 4)),
-        quarantine_max_bytes=quarantine_max_bytes,
+        wal_max_bytes=wal_part_bytes - wal_segment_bytes,
+        wal_segment_bytes=wal_segment_bytes,
+        quarantine_max_bytes=quarantine_max_bytes(total),
         aside_max_bytes=aside_max_bytes,
     )

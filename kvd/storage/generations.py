@@ -191,9 +191,9 @@ class Generations:
             OSError: it is where it was.
         """
         directory = self._directory()
-        self._remove_aside()
         if not directory.exists():
             return
+        self._remove_aside()
         failpoint("store.aside.before_rename")
         aside = directory.with_name(f"{directory.name}.aside")
         directory.rename(aside)

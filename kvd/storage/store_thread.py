@@ -74,6 +74,8 @@ class Committed:
     number: int
     applied_lsn: int
     seconds: float
+    has_room: bool
+    """Whether the disk has room for as many blocks as one transaction holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,10 +286,11 @@ class StoreThread:
         txn.put_meta(meta)
         txn.commit()
         self._txn = None
-        if txn.num_bytes:  # rows of nodes fit even on a full disk: only blocks show that the fault is over
+        has_room = store.disk_has_room(self._commit_bytes)
+        if txn.num_bytes or has_room:  # rows of nodes fit even on a full disk: only blocks show that the fault is over
             self._retry_s = _RETRY_MIN_S
         hashes, self._txn_hashes = self._txn_hashes, []
-        self._on_result(Committed(hashes, txn.num_bytes, self._number, self._applied_lsn, self._clock.monotonic() - began_s))
+        self._on_result(Committed(hashes, txn.num_bytes, self._number, self._applied_lsn, self._clock.monotonic() - began_s, has_room))
 
     # -------------------------------------------------------------------------------- faults
 
