@@ -21,6 +21,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
+    """``TENANT/NAME`` for a tenant's, else the name alone: names are a tenant's own."""
     token_ids: bytes
     tokenizer_digest: bytes
     messages: list[dict[str, Any]] | None = None
@@ -87,10 +88,11 @@ class Unpin(msgspec.Struct, frozen=True, tag=True):
 
 
 class Query(msgspec.Struct, frozen=True, tag=True):
-    """``what`` is ``status``, ``stats`` or ``prefixes``. Answered by ``OpDone`` with that report."""
+    """``what`` is ``status``, ``stats`` or ``prefixes`` (those of ``tenant``). Answered by ``OpDone`` with that report."""
 
     op_id: bytes
     what: str
+    tenant: str = ""
 
 
 class CheckpointNow(msgspec.Struct, frozen=True, tag=True):

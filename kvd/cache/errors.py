@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvd.cache.tenants import pin_label
+
 
 class CacheError(Exception):
     """Anything that the cache refuses."""
@@ -12,7 +14,7 @@ class PinCapacityError(CacheError):
 
     def __init__(self, name: str, *, num_new: int, num_pinned: int, max_pinned: int, block_size_tokens: int) -> None:
         super().__init__(
-            f"pin {name!r} needs {num_new} further blocks ({num_new * block_size_tokens} tokens); "
+            f"pin {pin_label(name)!r} needs {num_new} further blocks ({num_new * block_size_tokens} tokens); "
             f"{num_pinned} of at most {max_pinned} blocks are pinned"
         )
         self.num_new = num_new
@@ -24,7 +26,7 @@ class PinNotReadyError(CacheError):
     """Not every full block of the prefix is in memory and ready."""
 
     def __init__(self, name: str, *, num_ready: int, num_blocks: int) -> None:
-        super().__init__(f"pin {name!r}: {num_ready} of {num_blocks} blocks are in memory")
+        super().__init__(f"pin {pin_label(name)!r}: {num_ready} of {num_blocks} blocks are in memory")
         self.num_ready = num_ready
         self.num_blocks = num_blocks
 
@@ -33,6 +35,6 @@ class PinTooShortError(CacheError):
     """A prefix without one full block."""
 
     def __init__(self, name: str, *, num_tokens: int, block_size_tokens: int) -> None:
-        super().__init__(f"pin {name!r}: a prefix of {num_tokens} tokens holds no full block of {block_size_tokens}")
+        super().__init__(f"pin {pin_label(name)!r}: a prefix of {num_tokens} tokens holds no full block of {block_size_tokens}")
         self.num_tokens = num_tokens
         self.block_size_tokens = block_size_tokens

@@ -90,6 +90,7 @@ _BY_NAME: Mapping[str, Rule] = MappingProxyType(
         "drain_timeout_s": _at_least(0),
         "listen": Rule("`ipc:///PATH` (at most 107 bytes of path), `tcp://HOST:PORT`", lambda value: all(map(_is_endpoint, value))),
         "frontend": _one_of("thread", "process"),
+        "ipc_tenants": _one_of("none", "uid"),
         "max_message_bytes": _AT_LEAST_4KIB,
         "max_frames": _at_least(2),
         "max_stop_strings": _at_least(0),

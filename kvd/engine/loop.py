@@ -324,7 +324,7 @@ class EngineLoop:
         if query.what == "stats":
             return OpDone(query.op_id, self._reports.stats())
         if query.what == "prefixes":
-            return OpDone(query.op_id, self._reports.prefixes())
+            return OpDone(query.op_id, self._reports.prefixes(query.tenant))
         return OpFailed(query.op_id, ErrorCode.BAD_REQUEST, f"no report is named {query.what!r}")
 
     def _checkpoint_done(self, command: CheckpointDone) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 from kvd.cache.events import BlockOrigin
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager, PinCapacityError, PinNotReadyError
+from kvd.cache.tenants import pin_label
 from kvd.commands import (
     CheckpointDone,
     Event,
@@ -95,7 +96,7 @@ class Pins:
     def unpin(self, command: Unpin) -> list[Event]:
         """Forget a pin, durably; its blocks stay cached and may be evicted from now on."""
         if command.name not in self._recipes.recipes():
-            return [OpFailed(command.op_id, ErrorCode.NOT_FOUND, f"no pin is named {command.name!r}")]
+            return [OpFailed(command.op_id, ErrorCode.NOT_FOUND, f"no pin is named {pin_label(command.name)!r}")]
         if command.name in self._cache.pins():
             self._cache.unpin(command.name)
         self._supersede(command.name)

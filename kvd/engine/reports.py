@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.cache.manager import CacheManager
+from kvd.cache.tenants import pin_label, pin_tenant
 from kvd.engine.pins import Pins
 from kvd.engine.ports import CacheObserver, Clock
 from kvd.scheduler.scheduler import Scheduler
@@ -111,8 +112,8 @@ class Reports:
             "rates_window_s": round(elapsed, 1),
         }
 
-    def prefixes(self) -> dict[str, Any]:
-        """The pins, and the prefixes with the most uses. ``age_s`` counts since the last use; None where storage has not seen one."""
+    def prefixes(self, tenant: str = "") -> dict[str, Any]:
+        """The pins of a tenant, and those of its prefixes with the most uses. ``age_s`` counts since the last use; None where storage has not seen one."""
         now = self._clock.unix()
 
         def residency(block_hash: BlockHash) -> dict[str, Any]:
@@ -122,12 +123,17 @@ class Reports:
 
         held = self._cache.pins()
         pins = [
-            {**entry, **(residency(held[entry["name"]].block_hash) if entry["name"] in held else {"residency": "none", "age_s": None})}
+            {
+                **entry,
+                "name": pin_label(entry["name"]),
+                **(residency(held[entry["name"]].block_hash) if entry["name"] in held else {"residency": "none", "age_s": None}),
+            }
             for entry in self._pins.report()
+            if pin_tenant(entry["name"]) == tenant
         ]
         hottest = [
             {"tokens": info.num_tokens, "hits": info.uses, "pinned": info.is_pinned, **residency(info.block_hash)}
-            for info in self._cache.hottest(_HOTTEST)
+            for info in self._cache.hottest(_HOTTEST, tenant)
         ]
         return {"pins": pins, "hottest": hottest}
 

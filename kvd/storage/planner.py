@@ -396,8 +396,8 @@ class Planner:
             done(0, 0, f"the store is degraded: {self.degraded_reason}")
             return
         if self._unknown_pin:
-            unknown, self._unknown_pin = self._unknown_pin, ""
-            done(0, 0, f"events were lost: blocks of the pin {unknown} are not known")
+            self._unknown_pin = ""
+            done(0, 0, "events were lost: blocks of a pin are not known")
             return
         self._handover.send(commit=True)
         for leaf in self._index.pins.values():  # those that found no room before get another try, or their refusal is told

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from kvd.transport.tenants import Caller
+
 
 @dataclass(slots=True, eq=False)
 class Client:
@@ -12,6 +14,7 @@ class Client:
 
     peer: bytes
     last_seen_s: float
+    caller: Caller = field(default_factory=Caller)
     request_ids: set[bytes] = field(default_factory=set)
     op_ids: set[bytes] = field(default_factory=set)
     num_text_jobs: int = 0
@@ -36,14 +39,14 @@ class Clients:
         """The peer's entry, if it has one."""
         return self._clients.get(peer)
 
-    def hear(self, peer: bytes, now: float) -> tuple[Client, Client | None]:
+    def hear(self, peer: bytes, caller: Caller, now: float) -> tuple[Client, Client | None]:
         """The peer has been heard: its entry, and the entry that had to make room for it (already removed)."""
         client = self._clients.get(peer)
         forgotten = None
         if client is None:
             if len(self._clients) >= self._max_clients:
                 forgotten = self._clients.popitem(last=False)[1]
-            client = self._clients[peer] = Client(peer, now)
+            client = self._clients[peer] = Client(peer, now, caller)
         client.last_seen_s = now
         self._clients.move_to_end(peer)
         return client, forgotten

@@ -28,6 +28,7 @@ class Counters:
     clients_too_slow: int = 0
     messages_dropped: int = 0
     curve_denied: int = 0
+    tenants_unknown: int = 0
     internal_errors: int = 0
 
     def as_dict(self) -> dict[str, int]:

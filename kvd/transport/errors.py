@@ -24,5 +24,9 @@ class EndpointError(Exception):
     """An endpoint that can't or must not be opened; the message names it and says why."""
 
 
+class TenantUnknownError(Exception):
+    """A message whose tenant can't be told; it is not served."""
+
+
 class EndpointInUseError(EndpointError):
     """Another process listens there, as a daemon that is still ending does: it may be free in a moment."""

@@ -14,6 +14,7 @@ from typing import Any
 from kvd_client.protocol.codec import pack_body
 from kvd_client.protocol.messages import Checkpoint, Drain, Pin, Prefixes, Result, Stats, Status, Tokenize, Unpin
 
+from kvd.cache.tenants import tenant_salt
 from kvd.commands import CheckpointNow, Command, OpDone, OpFailed, PinPrefix, Query, Recipe
 from kvd.commands import Drain as DrainCommand
 from kvd.commands import Unpin as UnpinCommand
@@ -96,6 +97,8 @@ class Operations:
             result = event.result
             if isinstance(operation.message, Stats):
                 result = self._with_transport(result)
+            elif isinstance(operation.message, Pin | Unpin):
+                result = {**result, "name": operation.message.name}  # the engine knows it with the tenant's
             self._answer(operation, result)
 
     def on_failed(self, event: OpFailed) -> None:
@@ -181,13 +184,13 @@ class Operations:
                 ErrorCode.PROMPT_TOO_LONG, f"the prefix has {num_tokens} tokens; it must leave room for one within {hello.max_model_len}"
             )
         recipe = Recipe(
-            name=message.name,
+            name=operation.client.caller.qualified(message.name),
             token_ids=result.token_ids,
             tokenizer_digest=text.digest,
             messages=result.messages,
             text=result.text,
             template_args=message.template_args,
-            tenant_salt=message.cache_salt,
+            tenant_salt=tenant_salt(operation.client.caller.tenant, message.cache_salt),
             priority=message.priority,
             created_unix_s=time.time(),
         )
@@ -198,10 +201,11 @@ class Operations:
             case Unpin():
                 check_name(message.name)
                 self._edge.require_ready()
-                self._send_command(operation, lambda op_id: UnpinCommand(op_id, message.name))
+                name = operation.client.caller.qualified(message.name)
+                self._send_command(operation, lambda op_id: UnpinCommand(op_id, name))
             case Prefixes():
                 self._require_engine()
-                self._send_command(operation, lambda op_id: Query(op_id, "prefixes"))
+                self._send_command(operation, lambda op_id: Query(op_id, "prefixes", operation.client.caller.tenant))
             case Checkpoint():
                 self._require_engine()
                 self._send_command(operation, CheckpointNow)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvd_client.protocol.messages import ChoiceEnd, Finished, Generate, Timings, TokenLogprob, Tokens, Usage
 
+from kvd.cache.tenants import tenant_salt
 from kvd.commands import Abort, ChoiceDone, FinishChoice, Grant, RequestDone, RequestFailed, RequestUsage, Submit, TokensOut
 from kvd.transport.bodies import TextJob, TextResult, check_ids
 from kvd.transport.clients import Client
@@ -284,7 +285,7 @@ class Requests:
                 min_tokens=message.min_tokens,
                 stop_token_ids=tuple(sorted(stop_ids)),
                 credit_tokens=request.credit.take_grant(),
-                tenant_salt=message.cache_salt,
+                tenant_salt=tenant_salt(request.client.caller.tenant, message.cache_salt),
             )
         )
         request.is_running = True

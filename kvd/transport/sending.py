@@ -126,6 +126,13 @@ class Sender:
             else:
                 del self._backlogs[peer]
 
+    def forget(self, peer: bytes) -> None:
+        """Drop everything that waits for a peer: the connection is somebody else's now."""
+        backlog = self._backlogs.pop(peer, None)
+        if backlog is not None:
+            self._total_bytes -= backlog.num_bytes
+            self._on_dropped(backlog.drop_all())
+
     def drop_stream_messages(self) -> None:
         """Let nothing stand before the terminal messages, for there is little time left."""
         for backlog in self._backlogs.values():

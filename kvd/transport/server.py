@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib.metadata
 import os
 import threading
@@ -27,11 +28,12 @@ from kvd.transport.bodies import TextResult
 from kvd.transport.closing import hold_connections, wait_until_read
 from kvd.transport.edge import Outgoing
 from kvd.transport.endpoints import Endpoint, IpcEndpoint, TcpEndpoint, check_exposure, close_ipc, open_ipc, resolve_listen
-from kvd.transport.errors import EndpointError, EndpointInUseError
+from kvd.transport.errors import EndpointError, EndpointInUseError, TenantUnknownError
 from kvd.transport.inproc import InprocOutbox
 from kvd.transport.ports import CommandSink, Text
 from kvd.transport.sending import Attempt, Sender
 from kvd.transport.session import Session
+from kvd.transport.tenants import Caller, caller_of_ipc_peer, caller_of_user_id
 from kvd.transport.text_threads import TextThreads
 from kvd.transport.zap import ZAP_DOMAIN, ZAP_ENDPOINT, CurveKeys, answer_zap, load_curve_keys
 
@@ -51,6 +53,30 @@ _HEARTBEAT_MS = 5000
 _HEARTBEAT_TIMEOUT_MS = 15000
 
 
+def _anybody(_frame: zmq.Frame) -> Caller:
+    return Caller()
+
+
+def _operator(_frame: zmq.Frame) -> Caller:
+    """Who may open a socket of mode 0660 where users are not told apart runs the daemon."""
+    return Caller(is_operator=True)
+
+
+def _by_key(frame: zmq.Frame) -> Caller:
+    return caller_of_user_id(_metadata(frame, "User-Id"))
+
+
+def _by_uid(frame: zmq.Frame, own_uid: int) -> Caller:
+    return caller_of_ipc_peer(_metadata(frame, "Peer-Address"), own_uid)
+
+
+def _metadata(frame: zmq.Frame, name: str) -> str:
+    try:
+        return str(frame.get(name))
+    except zmq.ZMQError:
+        return ""
+
+
 @dataclass(slots=True)
 class _Listener:
     """A bound socket. Its index is the first byte of its peers' names: two endpoints never confuse their clients' identities."""
@@ -60,6 +86,8 @@ class _Listener:
     socket: zmq.Socket[bytes]
     url: str
     inode: int = 0
+    caller_of: Callable[[zmq.Frame], Caller] = _anybody
+    """Whom a message is from, by its first frame."""
 
 
 class TransportServer:
@@ -190,7 +218,8 @@ class TransportServer:
             router.setsockopt(zmq.SNDBUF, _IPC_SEND_BUFFER_BYTES)
             router.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))
             router.bind(endpoint.url)
-        return _Listener(index, endpoint, router, endpoint.url, inode)
+        caller_of = functools.partial(_by_uid, own_uid=os.geteuid()) if self._config.ipc_tenants == "uid" else _operator
+        return _Listener(index, endpoint, router, endpoint.url, inode, caller_of)
 
     def _listen_tcp(self, index: int, endpoint: TcpEndpoint, router: zmq.Socket[bytes]) -> _Listener:
         if ":" in endpoint.host:
@@ -200,7 +229,8 @@ class TransportServer:
             router.setsockopt(zmq.CURVE_SECRETKEY, self._curve.secret)
             router.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         router.bind(endpoint.url)
-        return _Listener(index, endpoint, router, router.getsockopt_string(zmq.LAST_ENDPOINT))
+        caller_of = _anybody if self._curve is None else _by_key
+        return _Listener(index, endpoint, router, router.getsockopt_string(zmq.LAST_ENDPOINT), caller_of=caller_of)
 
     # -------------------------------------------------------------------------------- the loop
 
@@ -250,21 +280,29 @@ class TransportServer:
     def _receive(self, listener: _Listener, now: float) -> None:
         for _ in range(_MESSAGES_PER_TURN):
             try:
-                frames = self._read(listener.socket)
+                first, frames = self._read(listener.socket)
             except zmq.Again:
                 return
-            peer = bytes((listener.index,)) + frames[0]
-            self._session.receive(peer, frames[1:], now)
+            try:
+                caller = listener.caller_of(first)
+            except TenantUnknownError as error:
+                self._session.counters.tenants_unknown += 1
+                self._log.warning("tenant_unknown", endpoint=listener.url, error=str(error))
+                continue
+            self._session.receive(bytes((listener.index,)) + first.bytes, frames, now, caller)
+            while self._session.taken_over:
+                self._sender.forget(self._session.taken_over.pop())
             self._send(now)
 
-    def _read(self, socket: zmq.Socket[bytes]) -> list[bytes]:
-        """One message, its first frame the peer's identity. Of one with too many frames only as many as show that."""
-        frames = [socket.recv(zmq.NOBLOCK)]
+    def _read(self, socket: zmq.Socket[bytes]) -> tuple[zmq.Frame, list[bytes]]:
+        """One message: the peer's identity and the frames after it. Of one with too many frames only as many as show that."""
+        first = socket.recv(zmq.NOBLOCK, copy=False)
+        frames: list[bytes] = []
         while socket.getsockopt(zmq.RCVMORE):
             frame = socket.recv(zmq.NOBLOCK, copy=False)
-            if len(frames) <= self._config.max_frames + 1:
+            if len(frames) <= self._config.max_frames:
                 frames.append(frame.bytes)
-        return frames
+        return first, frames
 
     def _send(self, now: float) -> None:
         while outgoing := self._session.take_outgoing():
@@ -287,7 +325,7 @@ class TransportServer:
 
     def _answer_zap(self, zap: zmq.Socket[bytes]) -> None:
         assert self._curve is not None
-        reply, is_welcome = answer_zap(zap.recv_multipart(), self._curve.allowed)
+        reply, is_welcome = answer_zap(zap.recv_multipart(), self._curve.tenants)
         if not is_welcome:
             self._session.counters.curve_denied += 1
         zap.send_multipart(reply)

@@ -38,7 +38,10 @@ from kvd.transport.errors import RequestError, bad_request
 from kvd.transport.operations import Operations
 from kvd.transport.ports import Text
 from kvd.transport.requests import Requests
+from kvd.transport.tenants import Caller
 from kvd.types import ErrorCode
+
+_ANYBODY = Caller()
 
 
 class Session:
@@ -55,6 +58,8 @@ class Session:
         self._requests = Requests(self._edge, lambda: next(numbers))
         self._operations = Operations(self._edge, lambda: next(numbers))
         self._text_sizes: dict[int, int] = {}
+        self.taken_over: list[bytes] = []
+        """Peers whose connection became another tenant's: the driver drops what still waits for them."""
 
     # -------------------------------------------------------------------------------- out
 
@@ -111,12 +116,12 @@ class Session:
 
     # -------------------------------------------------------------------------------- in: clients
 
-    def receive(self, peer: bytes, frames: list[bytes], now: float) -> None:
-        """Take a message from a peer. Nothing that a peer sends raises."""
+    def receive(self, peer: bytes, frames: list[bytes], now: float, caller: Caller = _ANYBODY) -> None:
+        """Take a message from a peer, which is ``caller``'s by what the transport knows. Nothing that a peer sends raises."""
         counters = self._edge.counters
         counters.messages_received += 1
         counters.bytes_received += sum(map(len, frames))
-        client = self._hear(peer, now)
+        client = self._hear(peer, caller, now)
         request_id = op_id = b""
         try:
             message, bodies = self._decode(frames)
@@ -177,8 +182,14 @@ class Session:
 
     # -------------------------------------------------------------------------------- inside
 
-    def _hear(self, peer: bytes, now: float) -> Client:
-        client, forgotten = self._clients.hear(peer, now)
+    def _hear(self, peer: bytes, caller: Caller, now: float) -> Client:
+        known = self._clients.get(peer)
+        if known is not None and known.caller != caller:
+            # Another tenant took the connection over by its routing id: what was begun over it is none of its business.
+            self._edge.log.warning("client_taken_over", client=peer, tenant=caller.tenant, of_tenant=known.caller.tenant)
+            self.on_gone(peer)
+            self.taken_over.append(peer)
+        client, forgotten = self._clients.hear(peer, caller, now)
         if forgotten is not None and forgotten.num_open:
             self._count_gone(forgotten, "it made room for another")
             limit = self._edge.config.max_clients

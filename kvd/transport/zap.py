@@ -1,14 +1,15 @@
-"""CURVE keys and ZAP (ZeroMQ RFC 27): which client keys may connect. Pure; the server moves the frames."""
+"""CURVE keys and ZAP (ZeroMQ RFC 27): which client keys may connect, and as whose. Pure; the server moves the frames."""
 
 from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.transport.errors import EndpointError
+from kvd.transport.tenants import TENANT_NAME, user_id
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = "kvd"
@@ -22,11 +23,11 @@ _CERTIFICATE_LINE = re.compile(r'\s*secret-key\s*=\s*"(.{40})"\s*')
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """The daemon's secret key and the public keys (32 bytes each) of its clients."""
+    """The daemon's secret key and the public keys (32 bytes each) of its clients, with the tenant of each (empty: none)."""
 
     secret: bytes
     """As Z85 text, which is what the socket option takes."""
-    allowed: frozenset[bytes]
+    tenants: Mapping[bytes, str]
 
 
 def load_curve_keys(key_file: str, clients_file: str) -> CurveKeys | None:
@@ -42,18 +43,18 @@ def load_curve_keys(key_file: str, clients_file: str) -> CurveKeys | None:
     return CurveKeys(_read_secret(Path(key_file)), _read_allowed(Path(clients_file)))
 
 
-def answer_zap(frames: Sequence[bytes], allowed: frozenset[bytes]) -> tuple[list[bytes], bool]:
-    """The reply to a ZAP request and whether it lets the client in.
+def answer_zap(frames: Sequence[bytes], tenants: Mapping[bytes, str]) -> tuple[list[bytes], bool]:
+    """The reply to a ZAP request, with the user id of the key's tenant, and whether it lets the client in.
 
     A request has the frames version, request id, domain, address, identity, mechanism and credentials; for CURVE one
     credential, the client's public key.
     """
     request_id = frames[1] if len(frames) > 1 else b""
     is_welcome = (
-        len(frames) == 7 and frames[0] == b"1.0" and frames[2] == ZAP_DOMAIN.encode() and frames[5] == b"CURVE" and frames[6] in allowed
+        len(frames) == 7 and frames[0] == b"1.0" and frames[2] == ZAP_DOMAIN.encode() and frames[5] == b"CURVE" and frames[6] in tenants
     )
     if is_welcome:
-        return [b"1.0", request_id, b"200", b"OK", b"", b""], True
+        return [b"1.0", request_id, b"200", b"OK", user_id(tenants[frames[6]]).encode(), b""], True
     return [b"1.0", request_id, b"400", b"this key is not on the list", b"", b""], False
 
 
@@ -99,15 +100,24 @@ def _read_secret(path: Path) -> bytes:
     raise EndpointError(f"curve_key_file {path}: holds no Z85 secret key")
 
 
-def _read_allowed(path: Path) -> frozenset[bytes]:
-    """One Z85 public key a line; what follows it after a blank is a comment, and so is a line that begins with ``#`` and is no key."""
-    keys = set()
+def _read_allowed(path: Path) -> dict[bytes, str]:
+    """``KEY``, or ``KEY TENANT``, a line: a Z85 public key and the name of its tenant. What follows a word that begins with ``#`` is a comment."""
+    tenants: dict[bytes, str] = {}
     for number, line in enumerate(_read(path, "curve_clients_file").splitlines(), 1):
+        where = f"curve_clients_file {path}, line {number}"
         words = line.split()
         if not words or (words[0].startswith("#") and len(words[0]) != _Z85_KEY_CHARS):
             continue
         try:
-            keys.add(decode_z85_key(words[0]))
+            key = decode_z85_key(words[0])
         except ValueError as error:
-            raise EndpointError(f"curve_clients_file {path}, line {number}: {error}") from error
-    return frozenset(keys)
+            raise EndpointError(f"{where}: {error}") from error
+        name, *rest = words[1:] or ("",)
+        tenant = "" if name.startswith("#") else name
+        if tenant and (not TENANT_NAME.fullmatch(tenant) or (rest and not rest[0].startswith("#"))):
+            raise EndpointError(
+                f"{where}: after the key comes the tenant's name, 1 to 64 letters, digits or . _ @ + - (or nothing), and then a comment that begins with #"
+            )
+        if tenants.setdefault(key, tenant) != tenant:
+            raise EndpointError(f"{where}: the key is already another tenant's")
+    return tenants

@@ -95,10 +95,11 @@ def test_z85_is_what_zeromq_means_by_it():
 def test_a_zap_request_must_be_right_in_every_part(change):
     key = bytes(range(32))
     frames = [b"1.0", b"7", b"kvd", b"127.0.0.1", b"", b"CURVE", key]
-    assert answer_zap(frames, frozenset({key})) == ([b"1.0", b"7", b"200", b"OK", b"", b""], True)
+    assert answer_zap(frames, {key: "acme"}) == ([b"1.0", b"7", b"200", b"OK", b"tenant=acme", b""], True)
+    assert answer_zap(frames, {key: ""})[0][4] == b"tenant=", "never empty: a peer could state one of its own"
     for index, value in change.items():
         frames[index] = value
-    reply, is_welcome = answer_zap(frames, frozenset({key}))
+    reply, is_welcome = answer_zap(frames, {key: ""})
     assert not is_welcome
     assert reply[1:3] == [b"7", b"400"]
-    assert not answer_zap(frames[:3], frozenset({key}))[1]
+    assert not answer_zap(frames[:3], {key: ""})[1]

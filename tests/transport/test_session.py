@@ -32,6 +32,7 @@ from kvd_client.protocol.messages import (
     Unpin,
 )
 
+from kvd.cache.tenants import tenant_salt
 from kvd.commands import Abort as AbortCommand
 from kvd.commands import (
     ChoiceDone,
@@ -112,7 +113,7 @@ def test_stated_parameters_reach_the_engine():
     assert isinstance(submit, Submit)
     assert submit.token_ids == pack_tokens([1, 2])
     assert submit.stop_token_ids == (5, 7)
-    assert (submit.num_choices, submit.min_tokens, submit.credit_tokens, submit.tenant_salt) == (2, 3, 10, b"salt")
+    assert (submit.num_choices, submit.min_tokens, submit.credit_tokens, submit.tenant_salt) == (2, 3, 10, tenant_salt("", b"salt"))
     params = submit.sampling
     assert (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.num_logprobs) == (0.5, 3, 0.9, 0.1, 9, 2)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.2, 0.3, -0.4)

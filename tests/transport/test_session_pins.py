@@ -8,6 +8,7 @@ from edge_harness import Harness, only_failed, request_id
 from kvd_client.protocol.codec import pack_body, unpack_body
 from kvd_client.protocol.messages import Pin, Unpin
 
+from kvd.cache.tenants import tenant_salt
 from kvd.commands import OpFailed, PinPrefix
 from kvd.types import pack_tokens
 
@@ -24,7 +25,7 @@ def test_a_pin_of_messages_is_the_systems_prefix_with_its_source():
     assert isinstance(command, PinPrefix)
     recipe = command.recipe
     assert recipe.token_ids == pack_tokens(list(b"<system>You are a helpful assistant."))
-    assert (recipe.name, recipe.priority, recipe.tenant_salt, recipe.template_args) == ("support", 70, b"s", {"a": 1})
+    assert (recipe.name, recipe.priority, recipe.tenant_salt, recipe.template_args) == ("support", 70, tenant_salt("", b"s"), {"a": 1})
     assert recipe.messages == MESSAGES
     assert recipe.text is None
     assert recipe.tokenizer_digest == ByteText.digest

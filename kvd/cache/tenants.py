@@ -1,0 +1,76 @@
+"""Tenant salts: how a tenant's name and a client's ``cache_salt`` become the namespace's salt, and whose a salt is.
+
+    no tenant, no salt     empty: shared by all such clients
+    else                   H("d" len domain ‖ "t" len tenant)[:16] ‖ H("d" len domain ‖ "t" len tenant ‖ "s" len cache_salt)
+
+Every ``len`` is a u64. The first sixteen bytes are the tenant's own, so a client's salt narrows within its tenant and reaches no other's, and everything
+of a tenant can be found without knowing the salts that its clients chose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from kvd.types import PackedTokens
+
+_DOMAIN = b"kvd.tenant-salt.v1"
+_GROUP_BYTES = 16
+
+
+def tenant_salt(tenant: str, cache_salt: bytes) -> bytes:
+    """The namespace's salt for requests of ``tenant`` (empty: of none) with ``cache_salt``."""
+    if not tenant and not cache_salt:
+        return b""
+    return _group(tenant) + _digest((b"t", tenant.encode()), (b"s", cache_salt))
+
+
+def is_of_tenant(salt: bytes, tenant: str) -> bool:
+    """Whether a namespace's salt is one of the tenant's, whatever its clients' salts."""
+    return (not salt and not tenant) or salt[:_GROUP_BYTES] == _group(tenant)
+
+
+def pin_tenant(name: str) -> str:
+    """The tenant in a pin's name as the engine knows it (``TENANT/NAME``, or ``NAME`` without a tenant)."""
+    return name.rpartition("/")[0]
+
+
+def pin_label(name: str) -> str:
+    """A pin's name as its tenant knows it."""
+    return name.rpartition("/")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is to be forgotten: everything of a tenant, of one salt, or below a prefix under one salt.
+
+    ``token_ids`` are whole blocks; empty: everything. ``salt`` None: every salt of the tenant.
+    """
+
+    tenant: str
+    salt: bytes | None = None
+    token_ids: PackedTokens = b""
+
+    def has_salt(self, salt: bytes) -> bool:
+        """Whether something under this salt may be in it."""
+        return is_of_tenant(salt, self.tenant) if self.salt is None else salt == self.salt
+
+    def holds(self, salt: bytes, token_ids: bytes | bytearray) -> bool:
+        """Whether a sequence is in it: it begins with the prefix."""
+        return self.has_salt(salt) and token_ids[: len(self.token_ids)] == self.token_ids
+
+    def may_hold(self, salt: bytes, token_ids: bytes | bytearray) -> bool:
+        """Whether a sequence is in it, or may grow into it."""
+        num_bytes = min(len(token_ids), len(self.token_ids))
+        return self.has_salt(salt) and token_ids[:num_bytes] == self.token_ids[:num_bytes]
+
+
+def _group(tenant: str) -> bytes:
+    return _digest((b"t", tenant.encode()))[:_GROUP_BYTES]
+
+
+def _digest(*fields: tuple[bytes, bytes]) -> bytes:
+    digest = hashlib.sha256()
+    for tag, value in ((b"d", _DOMAIN), *fields):
+        digest.update(tag + len(value).to_bytes(8, "little") + value)
+    return digest.digest()
