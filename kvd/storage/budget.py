@@ -18,8 +18,10 @@ _MIB = 1 << 20
 _FIXED_BYTES = 512 << 10
 """Folders, the lock, the marker, CURRENT, lmdb's lock files, the digests of weight files, and what a file system takes to map a large file."""
 _RECIPES_MAX_BYTES = 256 * _MIB
-_RECIPE_FILES = 4
-"""Of the recipes while they are written anew: two that hold the state before, and two that hold the new one."""
+_RECIPE_FILES = 6
+"""Of the recipes while they are written anew: two that hold the state before, two that hold the new one, an unsynced one and its temporary."""
+_KEYS_MAX_BYTES = 5 * _MIB
+"""The key ring's files at its largest number of tenants."""
 _WAL_SEGMENTS = 8
 _NODE_DISK_BYTES = 400
 _MAX_NODES = 131_072
@@ -79,7 +81,8 @@ def plan_budget(config: StorageConfig, groups: Sequence[KvGroup], codec: Codec =
     wal_segment_bytes = min(config.wal_segment_bytes, max(65536, wal_part_bytes // _WAL_SEGMENTS // _PAGE * _PAGE))
     aside_max_bytes = total // 8
     recipes_part_bytes = _RECIPE_FILES * max(recipes_bytes, recipes_max_bytes(total))
-    others_bytes = wal_part_bytes + quarantine_max_bytes(total) + aside_max_bytes + recipes_part_bytes + _FIXED_BYTES
+    keys_bytes = min(total // 16, _KEYS_MAX_BYTES) if config.store_encryption_key_file else 0
+    others_bytes = wal_part_bytes + quarantine_max_bytes(total) + aside_max_bytes + recipes_part_bytes + keys_bytes + _FIXED_BYTES
     map_bytes = max(_MIB, (total - others_bytes) // _PAGE * _PAGE)
     max_nodes = min(_MAX_NODES, max(256, map_bytes // (16 * _NODE_DISK_BYTES)))
     return Budget(
