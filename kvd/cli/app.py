@@ -44,7 +44,7 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "ping": Entry("kvd.cli.status:ping_command", "Ask whether a daemon answers and is ready."),
         "checkpoint": Entry("kvd.cli.control:checkpoint_command", "Write every hot block to disk now."),
         "drain": Entry("kvd.cli.control:drain_command", "Stop the daemon gracefully."),
-        "store": Entry("kvd.cli.store_transfer:group", "Check, measure, dump, export or import a state directory."),
+        "store": Entry("kvd.cli.store_keys:group", "Check, measure, dump, export, import or encrypt a state directory."),
         "doctor": Entry("kvd.cli.doctor:command", "Look at this machine with kvd's eyes."),
         "version": Entry("kvd.cli.version:command", "Show the version."),
     }

@@ -1,4 +1,4 @@
-"""``kvd store check``, ``dump`` and ``stat``: look into a state directory. ``export`` and ``import`` are in ``store_transfer``."""
+"""``kvd store check``, ``dump`` and ``stat``: look into a state directory. ``export`` and ``import`` are in ``store_transfer``, ``keygen`` and ``rekey`` in ``store_keys``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PARTS = ("recipes", "wal", "kv", "lock")
 
 
 def where(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--state-dir`` and ``--config``; the command gets the directory as ``state_dir``."""
+    """Add ``--state-dir``, ``--store-encryption-key-file`` and ``--config``; the command gets the directory as ``state_dir`` and the key's file as ``key_file``."""
 
     @click.option(
         "--state-dir",
@@ -28,31 +28,37 @@ def where(command: Callable[..., Any]) -> Callable[..., Any]:
         help="State directory; otherwise the one that `kvd serve` would use.",
     )
     @click.option("--config", "config_file", metavar="FILE", type=click.Path(path_type=Path), help="TOML file; $KVD_CONFIG otherwise.")
+    @click.option("--store-encryption-key-file", "key_file", metavar="FILE", help="The directory's key; otherwise the one that `kvd serve` would use.")
     @functools.wraps(command)
-    def wrapped(*, state_dir: Path | None, config_file: Path | None, **rest: Any) -> Any:
-        return command(state_dir=state_dir or settings.load({}, config_file=config_file).config.storage.state_dir, **rest)
+    def wrapped(*, state_dir: Path | None, config_file: Path | None, key_file: str | None, **rest: Any) -> Any:
+        if state_dir is None or (key_file is None and (state_dir / "keys").exists()):
+            configured = settings.load({}, config_file=config_file).config.storage
+            state_dir = state_dir or configured.state_dir
+            key_file = configured.store_encryption_key_file if key_file is None else key_file
+        return command(state_dir=state_dir, key_file=key_file or "", **rest)
 
     return wrapped
 
 
 @click.group()
 def group() -> None:
-    """Check, measure, dump, export or import what a state directory keeps."""
+    """Check, measure, dump, export or import what a state directory keeps; make or change the key that encrypts it."""
 
 
 @group.command("check")
 @where
 @click.option("--repair", is_flag=True, help="Do what a start would do and remove what fails its checks; not beside a live daemon.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def check_command(state_dir: Path, repair: bool, as_json: bool) -> int:
+def check_command(state_dir: Path, key_file: str, repair: bool, as_json: bool) -> int:
     """Read every record, node and block and verify all checksums. Exit code 65 if there is damage.
 
-    Without --repair nothing is written, also beside a live daemon. With it the report is that of the repaired directory.
+    Without --repair nothing is written, also beside a live daemon. With it the report is that of the repaired directory. Of an encrypted directory
+    without its key only the structure is checked.
     """
     with storage_errors():
         from kvd.storage.tools import check_store
 
-        report = check_store(existing(state_dir), repair=repair)
+        report = check_store(existing(state_dir), repair=repair, key_file=key_file)
     if as_json:
         print_json(report)
     else:
@@ -62,24 +68,25 @@ def check_command(state_dir: Path, repair: bool, as_json: bool) -> int:
 
 @group.command("dump")
 @where
-def dump_command(state_dir: Path) -> None:
+def dump_command(state_dir: Path, key_file: str) -> None:
     """Print what is kept, one JSON object a line: recipes, WAL records, nodes and blocks (without their bytes)."""
     with storage_errors():
         from kvd.storage.tools import dump_store
 
-        for entry in dump_store(existing(state_dir)):
+        for entry in dump_store(existing(state_dir), key_file=key_file):
             print_json(entry)
 
 
 @group.command("stat")
 @where
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def stat_command(state_dir: Path, as_json: bool) -> int:
+def stat_command(state_dir: Path, key_file: str, as_json: bool) -> int:
     """Print how big each part is on disk and what it counts, without reading the blocks. Also beside a live daemon."""
     with storage_errors():
+        from kvd.storage.encryption import reading_encryption
         from kvd.storage.store_stat import stat_store
 
-        report = stat_store(existing(state_dir))
+        report = stat_store(existing(state_dir), reading_encryption(state_dir, key_file).codec)
     if as_json:
         print_json(report)
     else:
@@ -104,7 +111,7 @@ def existing(path: Path) -> Path:
 def storage_errors() -> Iterator[None]:
     """Quiet logs, and the storage room's errors as exit codes."""
     from kvd.observe import logging
-    from kvd.storage.errors import StateLockedError, StorageError
+    from kvd.storage.errors import EncryptionKeyError, StateLockedError, StorageError
     from kvd.wal.record import WalFormatError
 
     logging.configure(level="warning")
@@ -112,6 +119,8 @@ def storage_errors() -> Iterator[None]:
         yield
     except StateLockedError as error:
         raise CommandError(str(error), Exit.TEMPORARY) from error
+    except EncryptionKeyError as error:
+        raise CommandError(str(error), Exit.CONFIG) from error
     except (StorageError, WalFormatError) as error:
         raise CommandError(str(error), Exit.DATA) from error
     except BrokenPipeError:

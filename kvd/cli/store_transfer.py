@@ -22,7 +22,9 @@ __all__ = ["group"]
 @click.option("--no-bytes", is_flag=True, help="Recipes alone: small, and computed anew where they are imported.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def export_command(*, file: Path, state_dir: Path, names: tuple[str, ...], no_bytes: bool, force: bool, as_json: bool) -> int:
+def export_command(
+    *, file: Path, state_dir: Path, key_file: str, names: tuple[str, ...], no_bytes: bool, force: bool, as_json: bool
+) -> int:
     """Write pins, and the bytes of their blocks, to FILE. Also beside a live daemon.
 
     FILE holds prompts in clear and is readable by its owner alone; guard it like the state directory.
@@ -30,9 +32,11 @@ def export_command(*, file: Path, state_dir: Path, names: tuple[str, ...], no_by
     if file.exists() and not force:
         raise CommandError(f"{file} exists; --force replaces it", Exit.CANNOT_CREATE)
     with storage_errors():
+        from kvd.storage.encryption import seeing_codec
         from kvd.storage.pin_export import export_pins
 
-        report = export_pins(existing(state_dir), file, names=names, with_bytes=not no_bytes)
+        codec = seeing_codec(existing(state_dir), key_file)
+        report = export_pins(state_dir, file, names=names, with_bytes=not no_bytes, codec=codec)
     _print(report, as_json=as_json)
     return Exit.OK
 
@@ -41,18 +45,19 @@ def export_command(*, file: Path, state_dir: Path, names: tuple[str, ...], no_by
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @click.option("--state-dir", metavar="DIR", help="State directory; otherwise the one that `kvd serve` would use. Made if it is not there.")
 @click.option("--config", "config_file", metavar="FILE", type=click.Path(path_type=Path), help="TOML file; $KVD_CONFIG otherwise.")
+@click.option("--store-encryption-key-file", "key_file", metavar="FILE", help="The directory's key; otherwise the one that `kvd serve` would use.")
 @click.option("--no-bytes", is_flag=True, help="Recipes alone; the next start computes them.")
 @click.option("--replace", "replace_pins", is_flag=True, help="Replace pins whose names are taken; otherwise they stay as they are.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def import_command(
-    *, file: Path, state_dir: str | None, config_file: Path | None, no_bytes: bool, replace_pins: bool, as_json: bool
+    *, file: Path, state_dir: str | None, key_file: str | None, config_file: Path | None, no_bytes: bool, replace_pins: bool, as_json: bool
 ) -> int:
     """Take the pins of FILE into a state directory that no daemon holds.
 
     FILE is checked to its end before anything is changed. Bytes of another model, dtype or format are refused and counted; recipes never are: the next
     start computes what has no bytes. Import only what you trust: that bytes belong to their tokens can't be checked.
     """
-    config = settings.load({"state_dir": state_dir}, config_file=config_file).config.storage
+    config = settings.load({"state_dir": state_dir, "store_encryption_key_file": key_file}, config_file=config_file).config.storage
     if not file.exists():
         raise CommandError(f"there is no file {file}", Exit.NO_INPUT)
     with storage_errors():

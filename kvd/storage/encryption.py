@@ -27,6 +27,7 @@ from kvd.wal.quarantine import QUARANTINE_NAME
 
 _VERSION = struct.Struct("<8xI")
 """Where the version of a recipes file stands."""
+_KEY_MISSING = "{} is encrypted; store_encryption_key_file must name the file of its key"
 _CACHE = (QUARANTINE_NAME, WAL_NAME, STORE_NAME)
 
 
@@ -59,7 +60,7 @@ def open_encryption(state_dir: Path, master_key: bytes | None, log: Log) -> Encr
     is_encrypted = has_keys(state_dir)
     if master_key is None:
         if is_encrypted:
-            raise EncryptionKeyError(f"{state_dir} is encrypted; store_encryption_key_file must name the file of its key")
+            raise EncryptionKeyError(_KEY_MISSING.format(state_dir))
         return Encryption(PLAIN)
     if is_encrypted:
         ring = KeyRing(state_dir, master_key)
@@ -115,6 +116,18 @@ def reading_encryption(state_dir: Path, key_file: str) -> Encryption:
         raise EncryptionKeyError(f"{state_dir} is not encrypted, and store_encryption_key_file is given")
     ring = KeyRing(state_dir, master_key, readonly=True)
     return Encryption(SealedCodec(ring), ring)
+
+
+def seeing_codec(state_dir: Path, key_file: str) -> Codec:
+    """The codec that reads the contents of ``state_dir``, for tools that have nothing to say without them.
+
+    Raises:
+        EncryptionKeyError, ConfigError: as ``reading_encryption``, and if there is no key for what is encrypted.
+    """
+    encryption = reading_encryption(state_dir, key_file)
+    if encryption.is_blind:
+        raise EncryptionKeyError(_KEY_MISSING.format(state_dir))
+    return encryption.codec
 
 
 def _all_files(files: TwoCopies) -> list[Path]:

@@ -121,22 +121,10 @@ class _Master:
         """A file's content.
 
         Raises:
-            CopyDamagedError: damaged.
-            UnknownFormatError: whole, but of another format.
+            CopyDamagedError, UnknownFormatError: as ``decode_keys``; or a key in it can't be unwrapped.
             EncryptionKeyError: whole, but of another master key.
         """
-        if len(data) < _HEADER.size + _CRC.size or _CRC.unpack(data[-_CRC.size :])[0] != crc32c(data[: -_CRC.size]):
-            raise CopyDamagedError("its checksum does not match")
-        magic, version, said, length = _HEADER.unpack_from(data)
-        payload = data[_HEADER.size : -_CRC.size]
-        if magic != _MAGIC or said != generation or len(payload) != length:
-            raise CopyDamagedError("it is not the keys file that its name says")
-        if version != FORMAT_VERSION:
-            raise UnknownFormatError(f"encryption keys of format {version}; this version reads format {FORMAT_VERSION}")
-        try:
-            content = msgspec.msgpack.decode(payload, type=_Content)
-        except msgspec.MsgspecError as error:
-            raise CopyDamagedError(f"it does not decode: {error}") from error
+        content = decode_keys(generation, data)
         if not hmac.compare_digest(content.check, self.check):
             raise EncryptionKeyError("store_encryption_key_file: this is not the key that the state directory is encrypted with")
         secrets: list[tuple[bytes | None, bytes]] = []
@@ -145,6 +133,28 @@ class _Master:
             tenant = STORE if secret[:1] == _OF_STORE else secret[1 + KEY_BYTES :]
             secrets.append((tenant, secret[1 : 1 + KEY_BYTES]))
         return _Unwrapped(content, self.unwrap(content.index_key, _INDEX_PLACE), tuple(secrets))
+
+
+def decode_keys(generation: int, data: bytes) -> _Content:
+    """A file's content, still wrapped.
+
+    Raises:
+        CopyDamagedError: damaged.
+        UnknownFormatError: whole, but of another format.
+    """
+    if len(data) < _HEADER.size + _CRC.size or _CRC.unpack(data[-_CRC.size :])[0] != crc32c(data[: -_CRC.size]):
+        raise CopyDamagedError("its checksum does not match")
+    magic, version, said, length = _HEADER.unpack_from(data)
+    payload = data[_HEADER.size : -_CRC.size]
+    if magic != _MAGIC or said != generation or len(payload) != length:
+        raise CopyDamagedError("it is not the keys file that its name says")
+    if version != FORMAT_VERSION:
+        raise UnknownFormatError(f"encryption keys of format {version}; this version reads format {FORMAT_VERSION}")
+    try:
+        content = msgspec.msgpack.decode(payload, type=_Content)
+    except msgspec.MsgspecError as error:
+        raise CopyDamagedError(f"it does not decode: {error}") from error
+    return content
 
 
 def encode_keys(generation: int, content: _Content) -> bytes:
@@ -168,6 +178,14 @@ def has_keys(state_dir: Path) -> bool:
         return bool(key_files(state_dir).files())
     except OSError as error:
         raise KeysUnreadableError(f"the encryption keys can't be listed: {error}") from error
+
+
+def damaged_keys(state_dir: Path) -> list[str]:
+    """What is wrong with the files, as far as it can be told without the master key."""
+    try:
+        return [str(damaged) for damaged in key_files(state_dir).read(decode_keys).damaged]
+    except (OSError, UnknownFormatError) as error:
+        return [f"the encryption keys can't be read: {error}"]
 
 
 def _read(state_dir: Path, master: _Master) -> Found[_Unwrapped]:

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from kvd.cache.hashing import Namespace
 from kvd.commands import Recipe
 from kvd.config import StorageConfig
 from kvd.storage import schema
 from kvd.storage.budget import plan_budget
-from kvd.storage.codec import PLAIN, Codec
+from kvd.storage.codec import Codec
+from kvd.storage.encryption import master_key_of, open_encryption
 from kvd.storage.errors import StoreFullError
 from kvd.storage.generations import Generations
 from kvd.storage.lock import StateLock
@@ -43,9 +46,7 @@ class _Done:
         self.refused[reason] = self.refused.get(reason, 0) + 1
 
 
-def import_pins(
-    config: StorageConfig, path: Path, *, replace_pins: bool = False, with_bytes: bool = True, codec: Codec = PLAIN
-) -> dict[str, Any]:
+def import_pins(config: StorageConfig, path: Path, *, replace_pins: bool = False, with_bytes: bool = True) -> dict[str, Any]:
     """Take the pins of the pin set ``path`` into ``config.state_dir``; a report as JSON-like data.
 
     The file is read and checked to its end before anything is changed. A pin whose name is taken by another is kept as it is unless ``replace_pins``.
@@ -54,6 +55,7 @@ def import_pins(
     Raises:
         PinSetError, PinTransferError: nothing was changed.
         StateLockedError: a daemon holds the directory.
+        EncryptionKeyError: the directory's key is missing or wrong.
         RecipesUnreadableError, UnknownFormatError, StorageError, OSError: it can't be read or written.
     """
     recipes: dict[str, Recipe] = {}
@@ -63,9 +65,11 @@ def import_pins(
             recipes[entry.name] = entry
         elif isinstance(entry, PinSetBlock):
             row_bytes[entry.group] = max(row_bytes.get(entry.group, 0), len(entry.plain) - schema.BLOCK_HEADER_BYTES)
+    master_key = master_key_of(config.store_encryption_key_file)
     make_directory(config.state_dir)
     lock = StateLock(config.state_dir)
     try:
+        codec = open_encryption(config.state_dir, master_key, structlog.get_logger("storage")).codec
         done = _Done()
         _import_recipes(config.state_dir, recipes, done, replace_pins=replace_pins, codec=codec)
         if with_bytes and row_bytes:

@@ -13,10 +13,10 @@ from typing import Any
 
 from kvd.storage import schema
 from kvd.storage.codec import PLAIN, Codec
-from kvd.storage.encryption import master_key_of, reading_encryption
-from kvd.storage.errors import EncryptionKeyError, RecipesUnreadableError, StorageError, StoreDamagedError, UnknownFormatError
+from kvd.storage.encryption import master_key_of, reading_encryption, seeing_codec
+from kvd.storage.errors import RecipesUnreadableError, StorageError, StoreDamagedError, UnknownFormatError
 from kvd.storage.generations import CURRENT_NAME, STORE_NAME, Generations, read_current
-from kvd.storage.keys import KeyRing
+from kvd.storage.keys import KeyRing, damaged_keys
 from kvd.storage.lock import StateLock, is_locked
 from kvd.storage.recipes import RecipeFileError, list_recipe_files, read_recipe_file, read_recipes, restore_recipes
 from kvd.storage.recovery import WAL_NAME
@@ -54,7 +54,7 @@ def check_store(state_dir: Path, *, repair: bool = False, key_file: str = "") ->
             lock.release()
     encryption = reading_encryption(state_dir, key_file)
     codec = encryption.codec
-    problems += encryption.ring.notes if encryption.ring is not None else ()
+    problems += damaged_keys(state_dir) if codec.is_sealed else ()
     report: dict[str, Any] = {
         "ok": True,
         "state_dir": str(state_dir),
@@ -79,7 +79,7 @@ def dump_store(state_dir: Path, *, key_file: str = "") -> Iterator[dict[str, Any
         RecipesUnreadableError, StorageError, WalFormatError: a part that can't be read at all.
         EncryptionKeyError: the directory is encrypted and this is not its key.
     """
-    codec = _seeing(state_dir, key_file)
+    codec = seeing_codec(state_dir, key_file)
     found = read_recipes(state_dir, codec)
     for recipe in (found.value or {}).values():
         yield {
@@ -446,16 +446,8 @@ def _is_bad(codec: Codec, key: bytes, value: bytes) -> bool:
 # -------------------------------------------------------------------------------------------------- encryption
 
 
-def _seeing(state_dir: Path, key_file: str) -> Codec:
-    """The codec that reads the contents of ``state_dir``."""
-    encryption = reading_encryption(state_dir, key_file)
-    if encryption.is_blind:
-        raise EncryptionKeyError(f"{state_dir} is encrypted; store_encryption_key_file must name the file of its key")
-    return encryption.codec
-
-
 def _sealing_codec(state_dir: Path, key_file: str) -> Codec:
-    """As ``_seeing``, for a repair, which may have to seal."""
-    codec = _seeing(state_dir, key_file)
+    """As ``seeing_codec``, for a repair, which may have to seal."""
+    codec = seeing_codec(state_dir, key_file)
     master_key = master_key_of(key_file)
     return SealedCodec(KeyRing(state_dir, master_key)) if master_key is not None else codec

@@ -10,7 +10,7 @@ import pytest
 
 from kvd.cli import app
 from kvd.cli.exits import Exit
-from kvd.storage.errors import StateLockedError, UnknownFormatError
+from kvd.storage.errors import EncryptionKeyError, StateLockedError, UnknownFormatError
 
 REPORT = {
     "ok": True,
@@ -32,14 +32,14 @@ def tools(monkeypatch):
     """The stubbed tools: what they are called with, return and raise may be set by the test."""
     stub = types.SimpleNamespace(calls=[], report=REPORT, error=None)
 
-    def check_store(state_dir, *, repair=False):
-        stub.calls.append((state_dir, repair))
+    def check_store(state_dir, *, repair=False, key_file=""):
+        stub.calls.append((state_dir, repair, *filter(None, [key_file])))
         if stub.error:
             raise stub.error
         return stub.report
 
-    def dump_store(state_dir):
-        stub.calls.append((state_dir, None))
+    def dump_store(state_dir, *, key_file=""):
+        stub.calls.append((state_dir, None, *filter(None, [key_file])))
         yield {"kind": "node", "hash": b"\xab"}
         if stub.error:
             raise stub.error
@@ -61,6 +61,18 @@ def test_a_clean_store(tools, tmp_path, capsys):
     assert tools.calls == [(tmp_path, False), (tmp_path, True)]
 
 
+def test_the_key_comes_from_the_flag_else_for_an_encrypted_directory_from_the_configuration(tools, tmp_path, monkeypatch):
+    at = ["--state-dir", str(tmp_path)]
+    monkeypatch.setenv("KVD_STORE_ENCRYPTION_KEY_FILE", "/keys/configured")
+    app.main(["store", "check", *at])
+    app.main(["store", "check", *at, "--store-encryption-key-file", "/keys/given"])
+    (tmp_path / "keys").mkdir()
+    app.main(["store", "check", *at])
+    app.main(["store", "check", *at, "--store-encryption-key-file", "/keys/given"])
+    app.main(["store", "dump", *at])
+    assert [call[2:] for call in tools.calls] == [(), ("/keys/given",), ("/keys/configured",), ("/keys/given",), ("/keys/configured",)]
+
+
 def test_damage_exits_65(tools, tmp_path, capsys):
     tools.report = {**REPORT, "ok": False, "problems": ["block ab: checksum", "node cd: parent"]}
     assert app.main(["store", "check", "--state-dir", str(tmp_path)]) == Exit.DATA
@@ -72,6 +84,7 @@ def test_damage_exits_65(tools, tmp_path, capsys):
     [
         (StateLockedError("in use by process 7"), Exit.TEMPORARY),
         (UnknownFormatError("format 9"), Exit.DATA),
+        (EncryptionKeyError("not the key"), Exit.CONFIG),
         (PermissionError(13, "Permission denied", "/s/lock"), Exit.IO),
     ],
 )

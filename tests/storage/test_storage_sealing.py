@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import stat
+import sys
 from pathlib import Path
 
 import pytest
 from storage_harness import BLOCK_TOKENS, FINGERPRINT, World, chain_of, crash, prompt, row_of
 
 from kvd.cache.hashing import Namespace, block_hash
+from kvd.cli import app
+from kvd.cli.exits import Exit
 from kvd.commands import Recipe
+from kvd.config import ConfigError
 from kvd.observe import failpoints
-from kvd.storage import schema
+from kvd.storage import schema, two_copies
 from kvd.storage.encryption import reading_encryption
-from kvd.storage.errors import EncryptionKeyError, RecipesUnreadableError, UnknownFormatError
-from kvd.storage.keys import STORE, KeyRing
+from kvd.storage.errors import EncryptionKeyError, KeysUnreadableError, RecipesUnreadableError, UnknownFormatError
+from kvd.storage.keys import STORE, KeyRing, key_files
 from kvd.storage.recipes import decode_recipes, encode_recipes, list_recipe_files, read_recipes
 from kvd.storage.schema import BadRowError, NodeRow
 from kvd.storage.sealing import SealedCodec
@@ -506,3 +511,97 @@ def read_recipes_with(state: Path, key_file: str):
         return read_recipes(state, reading_encryption(state, key_file).codec)
     except RecipesUnreadableError:
         return None
+
+
+def test_the_commands_make_use_and_change_a_key(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("kvd.observe.logging.configure", lambda **_: None)
+    state, old, new = tmp_path / "state", tmp_path / "old.key", tmp_path / "new.key"
+    assert app.main(["store", "keygen", str(old)]) == Exit.OK
+    assert app.main(["store", "keygen", str(new)]) == Exit.OK
+    before = old.read_bytes()
+    assert app.main(["store", "keygen", str(old)]) == Exit.CANNOT_CREATE
+    assert old.read_bytes() == before
+    world = World(state, store_encryption_key_file=str(old))
+    assert world.pin("system", prompt(9, 48)) == "recipe+bytes"
+    rekey = ["store", "rekey", "--old", str(old), "--new", str(new), "--state-dir", str(state)]
+    assert app.main(rekey) == Exit.TEMPORARY, "a daemon holds it"
+    world.stop()
+    assert app.main(rekey) == Exit.OK
+    assert app.main(rekey) == Exit.CONFIG
+    check = ["store", "check", "--state-dir", str(state), "--json"]
+    assert app.main([*check, "--store-encryption-key-file", str(old)]) == Exit.CONFIG
+    for command in (check, ["store", "stat", "--state-dir", str(state), "--json"]):
+        for key in ([], ["--store-encryption-key-file", str(new)]):
+            capsys.readouterr()
+            assert app.main([*command, *key]) == Exit.OK
+            report = json.loads(capsys.readouterr().out)
+            assert (report["nodes"], report["blocks"], report["problems"]) == (3, 3, [])
+    assert app.main(["store", "dump", "--state-dir", str(state)]) == Exit.CONFIG
+    export = ["store", "export", str(tmp_path / "pins"), "--state-dir", str(state)]
+    assert app.main(export) == Exit.CONFIG
+    assert app.main([*export, "--store-encryption-key-file", str(new)]) == Exit.OK
+    elsewhere = tmp_path / "elsewhere"
+    assert (
+        app.main(["store", "import", str(tmp_path / "pins"), "--state-dir", str(elsewhere), "--store-encryption-key-file", str(old)]) == Exit.OK
+    )
+    assert prompt(9, 48)[4:24] in (tmp_path / "pins").read_bytes()
+    assert found(elsewhere, {"tokens": prompt(9, 48)[4:24], "name": b"system"}) == set()
+    for directory, key in ((state, new), (elsewhere, old)):
+        world = World(directory, store_encryption_key_file=str(key))
+        assert world.report.num_blocks == 3
+        assert world.ask(prompt(9, 49)) == 48
+        world.stop()
+        assert old.read_bytes().strip() not in b"".join(path.read_bytes() for path in directory.rglob("*") if path.is_file())
+
+
+def test_a_missing_package_is_named(tmp_path, key_file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    with pytest.raises(ConfigError, match=r"store_encryption_key_file: .*pip install 'kvd\[encryption\]'"):
+        World(tmp_path / "state", store_encryption_key_file=key_file)
+    assert not (tmp_path / "state" / "keys").exists()
+    World(tmp_path / "state").stop()
+
+
+def test_one_unreadable_keys_file_heals_and_two_are_refused(tmp_path, key_file):
+    state = tmp_path / "state"
+    world = World(state, store_encryption_key_file=key_file)
+    assert world.pin("system", prompt(9, 48)) == "recipe+bytes"
+    world.stop()
+    newest = key_files(state).files()[0][1]
+    newest.write_bytes(b"damaged")
+    world = World(state, store_encryption_key_file=key_file)
+    assert world.storage.status()["damage"] == [f"a file of the encryption keys was removed: {newest}: its checksum does not match"]
+    assert world.report.num_blocks == 3
+    world.stop()
+    for _, path in key_files(state).files():
+        path.write_bytes(b"damaged")
+    before = snapshot(state)
+    with pytest.raises(KeysUnreadableError, match="Restore one"):
+        World(state, store_encryption_key_file=key_file)
+    assert snapshot(state) == before
+    assert not check_store(state)["ok"]
+
+
+def test_a_disk_that_takes_no_keys_costs_no_answer_and_heals(tmp_path, key_file, monkeypatch):
+    state = tmp_path / "state"
+    world = World(state, store_encryption_key_file=key_file)
+    real = two_copies.replace_file
+
+    def refuse(path: Path, *arguments, **options) -> None:
+        if path.parent.name == "keys":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, *arguments, **options)
+
+    monkeypatch.setattr(two_copies, "replace_file", refuse)
+    for _ in range(2):
+        world.ask(prompt(0, 81), SALTED)
+    world.until(lambda: "encryption keys" in world.storage.status()["reason"], 30)
+    assert world.ask(prompt(0, 81), SALTED) == 80
+    monkeypatch.setattr(two_copies, "replace_file", real)
+    world.until(lambda: not world.storage.status()["degraded"], 60)
+    assert not world.checkpoint().error
+    assert world.stop()
+    world = World(state, store_encryption_key_file=key_file)
+    assert world.ask(prompt(0, 81), SALTED) == 80
+    assert world.num_restored == 80
+    world.stop()
