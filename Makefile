@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest -q --durations=15
 # Marks of the tests that need more than the pure environment has.
 IMPURE := torch or store or socket or e2e or model or oracle or systemd
 
-.PHONY: demo test setup model lint test-pure test-full bench soak install wheels clean
+.PHONY: demo test setup model lint test-pure test-full bench bench-persistence bench-rehydrate bench-trace soak install wheels clean
 
 demo: model
 	$(BIN)/kvd demo
@@ -54,9 +54,19 @@ test-full: test-pure model
 bench: model
 	$(BIN)/python tests/bench/bench_daemon.py --out docs/benchmarks.md
 
+# No model and no chance: the same figures on every machine.
+bench-trace: setup
+	$(BIN)/python tests/bench/bench_trace.py --out docs/benchmarks-trace.md
+
 # Random work, random deaths, and an oracle: make soak SOAK="--kills 500 --seed 7 --jobs 2".
 soak: setup
 	PYTHONPATH=tests $(BIN)/python tests/crash/soak.py $(SOAK)
+
+bench-persistence: model
+	$(BIN)/python tests/bench/bench_persistence.py --out docs/benchmarks-persistence.md
+
+bench-rehydrate: setup
+	$(BIN)/python tests/bench/bench_rehydrate.py --out docs/benchmarks-persistence.md
 
 # sdists too: wheels are built from them, so that nothing left in build/ gets in.
 wheels: setup

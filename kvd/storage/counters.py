@@ -10,6 +10,7 @@ from typing import Any
 class Counters:
     """Blocks, bytes and seconds since the start of the daemon."""
 
+    num_computed_blocks: int = 0
     num_checkpoints: int = 0
     num_committed_blocks: int = 0
     num_committed_bytes: int = 0
@@ -32,6 +33,7 @@ class Counters:
     def as_dict(self) -> dict[str, Any]:
         """As the stats report names them."""
         return {
+            "computed_blocks": self.num_computed_blocks,
             "checkpoints": self.num_checkpoints,
             "checkpoint_blocks": self.num_committed_blocks,
             "checkpoint_bytes": self.num_committed_bytes,

@@ -244,6 +244,7 @@ class Planner:
 
     def _stored(self, event: BlockStored) -> None:
         index = self._index
+        self.counters.num_computed_blocks += event.origin is not BlockOrigin.RESTORED
         is_new_namespace = index.add_namespace(event.namespace)
         node = index.nodes.get(event.block_hash)
         if node is None:

@@ -24,6 +24,9 @@ from kvd.types import TOKEN_BYTES, BlockHash, KvGroup
 
 BEHIND_BAD_BLOCK = "behind_bad_block"
 
+_BATCH_BYTES = 2 << 20
+"""Read, checked and copied together: little enough that what was read is still in a cache when it is copied, and that few fresh pages are touched."""
+
 declare("rehydrate.before_read", "rehydrate.before_copy_in", "rehydrate.before_complete")
 
 Progress = Callable[[int, int], None]
@@ -131,6 +134,7 @@ class Rehydration:
         self._staging = staging
         self._clock = clock
         self._deadline_s = deadline_s
+        self._batch_blocks = max(1, min(staging.max_blocks, _BATCH_BYTES // max(1, sum(group.row_bytes for group in groups))))
         self._loaded = Loaded()
         self._waiting: deque[_Load] = deque()
         self._copies: deque[_Copy] = deque()
@@ -147,7 +151,7 @@ class Rehydration:
             for chain in chains:
                 if self._is_over() or not self._begin(chain):
                     break
-                while len(self._waiting) >= self._staging.max_blocks and not self._is_over():
+                while len(self._waiting) >= self._batch_blocks and not self._is_over():
                     self._load_some()
             while self._waiting and not self._is_over():
                 self._load_some()
@@ -191,7 +195,7 @@ class Rehydration:
             self._finish()
             return
         good: list[_Load] = []
-        batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), buffer.max_blocks))]
+        batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._batch_blocks))]
         try:
             failpoint_translated("rehydrate.before_read")
             with self._store.reading_blocks() as reader:

@@ -1,7 +1,7 @@
 """Staging memory: where block rows lie between the pool and the disk. Allocated once; its size bounds what is under way.
 
 A buffer has one region a KV group, each for the same number of rows, so that a batch of blocks is one copy a group. Buffers go round between the engine
-thread (copy-out) and the storage thread (checksum and write); a deque's append and popleft are atomic.
+thread (copy-out) and the storage thread (checksum and write); a deque's append and pop are atomic.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class StagingPool:
         self._free = deque(StagingBuffer(groups, self.max_blocks) for _ in range(num_buffers))
 
     def take(self) -> StagingBuffer | None:
-        """A free buffer, or None while all are under way."""
+        """A free buffer, or None while all are under way. It is the one given back last: its pages are there already, and perhaps still in a cache."""
         try:
-            return self._free.popleft()
+            return self._free.pop()
         except IndexError:
             return None
 
