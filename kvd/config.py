@@ -48,6 +48,10 @@ class CacheConfig:
     )
     block_size_tokens: int = key(16, "Positions in a block")
     free_watermark: float = key(0.05, "Fraction of the pool that background eviction keeps free")
+    eviction_policy: str = key(
+        "cost",
+        "Which blocks leave memory first, within a retention priority: `cost` (least reuse x recompute cost, GreedyDual) or `lru` (least recently used)",
+    )
     max_pinned_fraction: float = key(0.5, "Fraction of the pool that pins may hold; `pin_capacity` beyond")
 
 
@@ -129,6 +133,11 @@ class StorageConfig:
     checkpoint_bytes_per_step: int = key(8 << 20, "Block bytes copied out between two steps")
     checkpoint_bytes_per_s: int = key(256 << 20, "Governor: block bytes written a second")
     checkpoint_pause_queue_depth: int = key(8, "Governor: no copy-out while more requests than this wait; 0: never pause")
+    durability: str = key(
+        "fsync",
+        "`fsync`: pins, unpins and log records count when they are synced; `interval`: when they are written, and all are synced every durability_interval_s",
+    )
+    durability_interval_s: float = key(1.0, "Durability `interval`: what a power cut may lose, at most")
     wal_sync_interval_ms: float = key(5.0, "Records of this many milliseconds share one fsync")
     wal_segment_bytes: int = key(4 << 20, "Size of a preallocated WAL segment")
     wal_max_bytes: int = key(64 << 20, "WAL size that forces a nodes-only checkpoint")
@@ -139,6 +148,11 @@ class StorageConfig:
         "Blocks that are on disk and not in memory, when a request asks for them: `auto` (read where that was measured to be quicker than computing), `always`, `never`",
     )
     recompute_budget_s: float = key(20.0, "Time for recomputing logged prefixes without bytes before READY (pins take rehydrate_timeout_s)")
+
+    @property
+    def unsynced_max_s(self) -> float:
+        """How long pins, unpins and log records that were acknowledged may be written without being synced; 0: not at all."""
+        return self.durability_interval_s if self.durability == "interval" else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,14 @@ class Storage:
         self._inbox = inbox
         total_bytes = self._config.store_max_bytes
         codec, ring = self._encryption.codec, self._encryption.ring
-        self._recipes = RecipeStore(self._config.state_dir, inbox=inbox, log=self._log, codec=codec, max_bytes=recipes_max_bytes(total_bytes))
+        self._recipes = RecipeStore(
+            self._config.state_dir,
+            inbox=inbox,
+            log=self._log,
+            codec=codec,
+            max_bytes=recipes_max_bytes(total_bytes),
+            unsynced_max_s=self._config.unsynced_max_s,
+        )
         with contextlib.suppress(OSError):  # on a disk that can't be written
             bound(self._config.state_dir / QUARANTINE_NAME, quarantine_max_bytes(total_bytes))
         if not self._config.persist:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,11 +124,13 @@ def read_recipes(state_dir: Path, codec: Codec = PLAIN) -> Found[dict[str, Recip
         RecipesUnreadableError: there are some, and none can be read; or it can't be told.
         UnknownFormatError: the newest whole one is of another format.
     """
+    files = recipe_files(state_dir)
     try:
-        found = recipe_files(state_dir).read(lambda number, data: _decode(number, data, codec))
+        found = files.read(lambda number, data: _decode(number, data, codec))
+        found = files.read_unsynced(found, lambda data: decode_recipes(data, codec))
     except OSError as error:
         raise RecipesUnreadableError(f"the recipes (pins) can't be listed: {error}") from error
-    if found.num_files and found.value is None:
+    if found.damaged and found.value is None:
         raise RecipesUnreadableError(
             f"no generation of the recipes (pins) can be read: {'; '.join(map(str, found.damaged))}. Restore one, or remove them to lose the pins"
         )
@@ -148,6 +151,7 @@ class _Change:
     op_id: bytes
     name: str
     recipe: Recipe | None
+    must_sync: bool
 
 
 class RecipeStore:
@@ -156,11 +160,25 @@ class RecipeStore:
     ``notes`` says, as sentences, what was found damaged at the start; ``fault`` why the files on disk can't be written, or are not as they should be, at the
     moment: it is tried again with the next change, and every ten seconds. ``max_bytes`` bounds a file: a pin that would make it larger is refused.
 
+    With ``unsynced_max_s`` a change is acknowledged when it is written, and synced with all others so long after the first of them; until then the two files of the
+    state before stand.
+
     Raises:
         RecipesUnreadableError, UnknownFormatError: as ``read_recipes``.
     """
 
-    def __init__(self, state_dir: Path, *, inbox: StorageInbox, log: Log, max_bytes: int = _UNBOUNDED, codec: Codec = PLAIN) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        *,
+        inbox: StorageInbox,
+        log: Log,
+        max_bytes: int = _UNBOUNDED,
+        unsynced_max_s: float = 0.0,
+        codec: Codec = PLAIN,
+    ) -> None:
+        self._unsynced_max_s = unsynced_max_s
+        self._unsynced_since_s: float | None = None
         self._files = recipe_files(state_dir)
         self._max_bytes = max_bytes
         self._codec = codec
@@ -206,12 +224,13 @@ class RecipeStore:
             if recipe.name not in known and len(known) >= MAX_RECIPES:
                 self._inbox.put_internal(RecipeDurable(op_id, f"there are {MAX_RECIPES} pins, no more are kept"))
                 return
-            self._pending.append(_Change(op_id, recipe.name, recipe))
+            self._pending.append(_Change(op_id, recipe.name, recipe, must_sync=False))
             self._wake.notify_all()
 
-    def remove(self, op_id: bytes, name: str) -> None:
+    def remove(self, op_id: bytes, name: str, *, must_sync: bool = False) -> None:
+        """``must_sync``: durable when acknowledged, whatever ``unsynced_max_s`` allows."""
         with self._wake:
-            self._pending.append(_Change(op_id, name, None))
+            self._pending.append(_Change(op_id, name, None, must_sync=must_sync))
             self._wake.notify_all()
 
     def close(self, timeout_s: float) -> bool:
@@ -227,21 +246,36 @@ class RecipeStore:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: bool(self._pending) or self._closing, _RETRY_S if self.fault else None)
+                self._wake.wait_for(lambda: bool(self._pending) or self._closing, self._wait_s())
                 batch, closing = list(self._pending), self._closing
             if batch:
                 self._take(batch)
             elif closing:
+                if self._unsynced_since_s is not None:
+                    self._write(self._durable)
                 return
-            else:
+            elif self.fault or self._wait_s() == 0.0:
                 self._write(self._durable)
+
+    def _wait_s(self) -> float | None:
+        """How long the thread may sleep; None if nothing is to be written without a change."""
+        if self.fault:
+            return _RETRY_S
+        if self._unsynced_since_s is None:
+            return None
+        return max(0.0, self._unsynced_since_s + self._unsynced_max_s - time.monotonic())
 
     def _take(self, batch: list[_Change]) -> None:
         sizes = dict(self._sizes)
         whys = [refusal(change.recipe) or self._fit(change, sizes) for change in batch]
         accepted = [change for change, why in zip(batch, whys, strict=True) if not why]
         recipes = _changed(self._durable, accepted)
-        error = self._write(recipes) if accepted else ""
+        error = ""
+        if accepted:
+            may_wait = (
+                self._unsynced_max_s > 0 and not self.fault and self._wait_s() != 0.0 and not any(change.must_sync for change in accepted)
+            )
+            error = self._write_unsynced(recipes) if may_wait else self._write(recipes)
         with self._wake:
             if not error:
                 self._durable, self._sizes = recipes, sizes
@@ -262,6 +296,19 @@ class RecipeStore:
         sizes[change.name] = after
         return ""
 
+    def _write_unsynced(self, recipes: dict[str, Recipe]) -> str:
+        """Have the unsynced file hold ``recipes``; empty, or why it does not."""
+        self._generation += 1
+        self._codec.hold_tenants(_tenants(self._durable) | _tenants(recipes))
+        try:
+            self._files.write_unsynced(encode_recipes(self._generation, recipes, self._codec))
+        except Exception as error:  # whoever waits is answered, whatever it was, and the thread lives on
+            self._set_fault(error)
+            return fault_sentence(error)
+        if self._unsynced_since_s is None:
+            self._unsynced_since_s = time.monotonic()
+        return ""
+
     def _write(self, recipes: dict[str, Recipe]) -> str:
         """Have both files hold ``recipes``; empty, or why they do not."""
         first = self._generation + 1
@@ -272,6 +319,7 @@ class RecipeStore:
         except Exception as error:  # whoever waits is answered, whatever it was, and the thread lives on
             self._set_fault(error)
             return fault_sentence(error)
+        self._unsynced_since_s = None
         self._codec.hold_tenants(_tenants(recipes))
         try:
             self._files.remove_before(first)

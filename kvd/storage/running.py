@@ -62,6 +62,7 @@ def assemble(
         store_uuid=recovered.generations.current.store_uuid,
         seal=recovered.generations.codec.wal_seal(recovered.generations.current.store_uuid),
         sync_interval_s=config.wal_sync_interval_ms / 1e3,
+        unsynced_max_s=config.unsynced_max_s,
         segment_bytes=budget.wal_segment_bytes,
         max_bytes=budget.wal_max_bytes,
         queue_capacity=_WAL_QUEUE_CAPACITY,

@@ -3,6 +3,9 @@
 A change writes it twice, to the two numbers after the newest; when both are durable the older files are removed. So at each moment a whole file holds the old or
 the new state, and what was acknowledged stands in two files and in no older one. A write that fails takes back what it got done; its numbers are used up, for a file
 whose sync failed is never synced again.
+
+Between two such changes the state may also stand in ``<folder>.unsynced``, written and renamed without a sync: the death of the process leaves it whole, a power cut
+may leave anything of it. It counts if it is whole and newer than the others, and is no damage if it is not.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -80,6 +83,7 @@ class TwoCopies:
         self._remove = remove
         self._keep_damaged = keep_damaged
         self.directory = state_dir / folder
+        self._unsynced = self.directory / f"{folder}.unsynced"
 
     def path(self, generation: int) -> Path:
         return self.directory / f"{self._folder}.{generation}"
@@ -124,6 +128,34 @@ class TwoCopies:
             num_copies += value == newest
         return Found(newest, generation, files[0][0] if files else 0, len(files), num_copies, tuple(damaged))
 
+    def write_unsynced(self, data: bytes) -> None:
+        """Put ``data``, which says its generation, in the place of the unsynced file.
+
+        Raises:
+            OSError: the one before stands.
+        """
+        make_directory(self.directory)
+        temporary = self._unsynced.with_name(f".{self._unsynced.name}.tmp")
+        temporary.write_bytes(data)
+        temporary.chmod(0o600)
+        temporary.replace(self._unsynced)
+
+    def read_unsynced(self, found: Found[T], decode: Callable[[bytes], tuple[int, T]]) -> Found[T]:
+        """``found``, or what the unsynced file holds if that is newer. ``decode`` gives its generation and state, and raises ``CopyDamagedError``.
+
+        Raises:
+            UnknownFormatError: it is whole and of another format.
+        """
+        if not os.path.lexists(self._unsynced):
+            return found
+        try:
+            generation, value = decode(read_regular(self._unsynced))
+        except (CopyDamagedError, OSError):
+            generation, value = 0, found.value
+        if generation <= found.highest:
+            return replace(found, num_files=found.num_files + 1)  # not settled: it is to go
+        return replace(found, value=value, generation=generation, highest=generation, num_files=found.num_files + 1, num_copies=1)
+
     def write(self, first: int, encode: Callable[[int], bytes]) -> None:
         """Write the state to the generations ``first`` and the next, both durable on return. ``encode`` makes a generation's bytes.
 
@@ -160,11 +192,13 @@ class TwoCopies:
         return first + COPIES - 1
 
     def remove_before(self, first: int) -> None:
-        """Remove every file but ``first`` and the next, durably."""
+        """Remove every file but ``first`` and the next, the unsynced one too, durably."""
         failpoint(f"{self._folder}.before_unlink")
         for number, path in self.files():
             if not first <= number < first + COPIES:
                 self._remove(path)
+        if os.path.lexists(self._unsynced):
+            self._remove(self._unsynced)
         sync_directory(self.directory)
 
     def any_of(self, first: int) -> bool:

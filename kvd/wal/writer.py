@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class _Active:
     offset: int
     first_lsn: int
     last_lsn: int
+    synced_lsn: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,11 @@ class LogPosition:
 
 
 class WalWriter:
-    """``append``, ``flush``, ``retire`` and the counters may be used from any thread. ``close`` ends the thread."""
+    """``append``, ``flush``, ``retire`` and the counters may be used from any thread. ``close`` ends the thread.
+
+    Records are collected for ``sync_interval_s`` and written together, and synced at once; or, with ``unsynced_max_s``, synced when the first that is not has been
+    written for so long: a power cut may then lose what was written since, the death of the process may not.
+    """
 
     def __init__(
         self,
@@ -88,6 +94,7 @@ class WalWriter:
         *,
         store_uuid: bytes,
         sync_interval_s: float,
+        unsynced_max_s: float = 0.0,
         segment_bytes: int,
         max_bytes: int,
         queue_capacity: int,
@@ -99,6 +106,7 @@ class WalWriter:
         self._store_uuid = store_uuid
         self._payload_seal = seal
         self._sync_interval_s = sync_interval_s
+        self._unsynced_max_s = unsynced_max_s
         self._segment_bytes = segment_bytes
         self._max_bytes = max_bytes
         self._queue_capacity = queue_capacity
@@ -108,9 +116,11 @@ class WalWriter:
         self._queue: deque[Entry] = deque()
         self._queued_bytes = 0
         self._next_lsn = position.next_lsn
-        self._durable_lsn = position.next_lsn - 1
+        self._durable_lsn = self._written_lsn = position.next_lsn - 1
+        self._unsynced_since_s: float | None = None
         self._retire_lsn = 0
         self._retired_lsn = 0
+        self._seal_lsn = 0
         self._closing = False
         self._flushing = 0
         # the thread's own from here on
@@ -162,7 +172,7 @@ class WalWriter:
             lsn = self._next_lsn
             self._next_lsn += 1
             self._queue.append((lsn, record))
-            if len(self._queue) == 1:
+            if lsn == self._written_lsn + 1:
                 self._wake.notify_all()
         return lsn
 
@@ -179,13 +189,24 @@ class WalWriter:
     def _flush(self, timeout_s: float, is_vain: Callable[[], bool]) -> bool:
         with self._wake:
             target = self._next_lsn - 1
-            self._flushing += 1
+            self._flushing += 1  # syncs at once, whatever unsynced_max_s allows
             self._wake.notify_all()
             try:
                 self._wake.wait_for(lambda: self._durable_lsn >= target or is_vain(), timeout_s)
             finally:
                 self._flushing -= 1
             return self._durable_lsn >= target
+
+    def seal(self) -> int:
+        """Have every record from now on written to another segment than those so far; the last one's LSN."""
+        with self._wake:
+            self._seal_lsn = self._next_lsn - 1
+            return self._seal_lsn
+
+    @property
+    def lowest_last_lsn(self) -> int:
+        """Of the segments, which may be none, the lowest last LSN: everything above is in others."""
+        return min(tuple(self._last_lsns.values()), default=self._next_lsn)
 
     def retire(self, applied_lsn: int) -> None:
         """Everything up to ``applied_lsn`` is durable elsewhere: unlink the segments that hold nothing newer."""
@@ -220,17 +241,22 @@ class WalWriter:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: bool(self._queue) or self._closing or self._retire_lsn > self._retired_lsn)
-                if self._queue and not self._closing:
+                self._wake.wait_for(self._has_work, self._unsynced_for_s())
+                if self._has_new() and not self._closing:
                     self._wake.wait_for(lambda: self._closing or self._flushing > 0, self._sync_interval_s)
-                batch = list(self._queue)
+                batch = self._new()
                 closing = self._closing
+                must_sync = closing or self._flushing > 0 or 2 * len(self._queue) > self._queue_capacity
             try:
                 self._retire()
                 if batch:
                     self._write(batch)
+                if must_sync or self._unsynced_for_s() == 0.0:
+                    self._sync()
+                num_bytes = sum(_about_bytes(record) for _, record in batch)
             except Exception as error:  # whatever it was: it shows as a fault, and the thread lives on to try again
                 self._fail(error)
+                num_bytes = 0
                 if not closing:
                     with self._wake:
                         self._wake.wait_for(lambda: self._closing, self._retry_s)
@@ -239,21 +265,44 @@ class WalWriter:
                 if self._fault:
                     self._on_recovered()
                 self._fault, self._retry_s = "", _RETRY_MIN_S
-            self._drop_durable()
+            self._drop_durable(num_bytes)
             if closing:
                 break
         self._seal()
         with contextlib.suppress(OSError):
             self._retire()
 
-    def _drop_durable(self) -> None:
+    def _has_new(self) -> bool:
+        return self._next_lsn - 1 > self._written_lsn
+
+    def _new(self) -> list[Entry]:
+        """What waits to be written; what was written and is not durable waits in the queue as well."""
+        first = self._queue[0][0] if self._queue else 0
+        return list(islice(self._queue, max(0, self._written_lsn + 1 - first), None))
+
+    def _has_work(self) -> bool:
+        waited_for = self._flushing > 0 and self._written_lsn > self._durable_lsn
+        return self._has_new() or self._closing or self._retire_lsn > self._retired_lsn or waited_for
+
+    def _unsynced_for_s(self) -> float | None:
+        """How long what was written may stay unsynced from now on; None if nothing is."""
+        if self._unsynced_since_s is None:
+            return None
+        return max(0.0, self._unsynced_since_s + self._unsynced_max_s - time.monotonic())
+
+    def _drop_durable(self, num_written_bytes: int) -> None:
+        """Take what is durable from the queue; ``num_written_bytes`` of it were written, 0 if that failed."""
         with self._wake:
             while self._queue and self._queue[0][0] <= self._durable_lsn:
-                self._queued_bytes -= _about_bytes(self._queue.popleft()[1])
+                self._queue.popleft()
+            if self._fault:
+                self._queued_bytes = sum(_about_bytes(record) for _, record in self._queue)
+            else:
+                self._queued_bytes -= num_written_bytes
             self._wake.notify_all()
 
     def _write(self, batch: list[Entry]) -> None:
-        """Write and sync ``batch``; what is durable shows in ``_durable_lsn``, also if this raises."""
+        """Write ``batch``, and sync it if it may not wait; what is durable shows in ``_durable_lsn``, also if this raises."""
         suspect, self._suspect = self._suspect, None
         rescued: list[Entry] = []
         try:
@@ -262,6 +311,8 @@ class WalWriter:
             entries = deque([*rescued, *batch])
             while entries:
                 self._write_some(entries)
+            if rescued:
+                self._sync()
         except Exception:
             self._suspect = self._suspect or suspect
             raise
@@ -274,11 +325,11 @@ class WalWriter:
             segment = read_segment(suspect.number, suspect.path, self._payload_seal)
         except (OSError, WalError):
             return []
-        records = [entry for entry in segment.records if entry[0] <= suspect.last_lsn]
-        return records if segment.last_lsn >= suspect.last_lsn else []
+        records = [entry for entry in segment.records if entry[0] <= suspect.synced_lsn]
+        return records if segment.last_lsn >= suspect.synced_lsn else []
 
     def _write_some(self, entries: deque[Entry]) -> None:
-        """Write and sync as many of ``entries`` as fit into the active segment, at least one."""
+        """Write as many of ``entries`` as fit into the active segment; a full one is synced and closed instead."""
         active = self._active
         if active is None:
             active = self._create(entries[0])
@@ -286,31 +337,45 @@ class WalWriter:
         last_lsn = active.last_lsn
         while entries:
             lsn, record = entries[0]
-            data = encode_record(record, lsn, active.salt, self._payload_seal, num_unsynced=lsn - 1 - active.last_lsn)
+            data = encode_record(record, lsn, active.salt, self._payload_seal, num_unsynced=lsn - 1 - active.synced_lsn)
             if active.offset + len(chunk) + len(data) > active.size_bytes:
                 break
             chunk += data
             last_lsn = lsn
             entries.popleft()
         if not chunk:
+            self._sync()  # before the next one: a gap between two segments would be damage
             self._seal()
             return
         failpoint("wal.before_write")
         write_all(active.fd, chunk, active.offset)
+        self._num_records += last_lsn - active.last_lsn
+        self._num_written_bytes += len(chunk)
+        active.offset += len(chunk)
+        active.last_lsn = last_lsn
+        self._last_lsns[active.number] = last_lsn
+        self._written_lsn = max(self._written_lsn, last_lsn)
+        if self._unsynced_since_s is None:
+            self._unsynced_since_s = time.monotonic()
+        if not self._unsynced_max_s:
+            self._sync()
+
+    def _sync(self) -> None:
+        """Make what was written to the active segment durable."""
+        active = self._active
+        if active is None or active.synced_lsn == active.last_lsn:
+            return
         failpoint("wal.before_sync")
         started = time.monotonic()
         os.fdatasync(active.fd)
         elapsed = time.monotonic() - started
         failpoint("wal.after_sync")
-        self._num_records += last_lsn - active.last_lsn
-        active.offset += len(chunk)
-        active.last_lsn = last_lsn
-        self._last_lsns[active.number] = last_lsn
+        active.synced_lsn = active.last_lsn
+        self._unsynced_since_s = None
         self._num_syncs += 1
-        self._num_written_bytes += len(chunk)
         self._sync_s_total += elapsed
         self._sync_s_max = max(self._sync_s_max, elapsed)
-        self._durable_lsn = max(self._durable_lsn, last_lsn)
+        self._durable_lsn = max(self._durable_lsn, active.synced_lsn)
 
     def _create(self, first: Entry) -> _Active:
         """A fresh segment, all zeros behind its header, durable under its name before the first record."""
@@ -341,7 +406,7 @@ class WalWriter:
         self._sizes[number] = size_bytes
         self._last_lsns[number] = first[0] - 1
         self._num_bytes += size_bytes
-        self._active = _Active(fd, path, number, salt, size_bytes, SEGMENT_HEADER_BYTES, first[0], first[0] - 1)
+        self._active = _Active(fd, path, number, salt, size_bytes, SEGMENT_HEADER_BYTES, first[0], first[0] - 1, first[0] - 1)
         return self._active
 
     def _seal(self) -> None:
@@ -356,14 +421,15 @@ class WalWriter:
         if not self._fault:
             self._on_error(f"the write-ahead log can't be written: {sentence}")
         self._fault = sentence
+        self._written_lsn, self._unsynced_since_s = self._durable_lsn, None
         active = self._active
         if active is None:
             return
         self._seal()
-        if active.last_lsn < active.first_lsn:  # nothing in it was ever durable: left there, one would stay from each try
+        if active.synced_lsn < active.first_lsn:  # nothing in it was ever durable: left there, one would stay from each try
             with contextlib.suppress(OSError):
                 self._unlink(active.number)
-        elif self._suspect is None or active.last_lsn > self._suspect.last_lsn:
+        elif self._suspect is None or active.synced_lsn > self._suspect.synced_lsn:
             self._suspect = active
 
     def _retire(self) -> None:

@@ -10,7 +10,7 @@ import json
 import random
 import shutil
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from recorded_life import PROMPTS, SETTINGS
 from replay import Disk, Interval, materialise, read_log
-from storage_harness import World
+from storage_harness import World, chain_of
 
 from kvd.storage.tools import check_store
 
@@ -30,43 +30,38 @@ def is_ignored(path: str) -> bool:
     return path.endswith(("/lock", "/lock.mdb"))
 
 
-@dataclass
 class Promises:
-    """What may be found of each pin: its tokens, or None for no such pin."""
+    """What may be found of each pin (its tokens, or None for no such pin), and what else must be.
 
-    allowed: dict[str, set[str | None]] = field(default_factory=dict)
-    with_bytes: set[str] = field(default_factory=set)
-    """Tokens of pins whose bytes were said to be on disk."""
+    Marks: ``begin``: it was asked for, and may be there or not from now on. ``done``: it was acknowledged. ``lazy``: it was acknowledged, and may be lost to a power
+    cut until the mark ``settled``. ``known`` and ``lazy_known``: a prompt whose blocks the log knows.
+    """
 
-    def take(self, mark: dict) -> None:
-        """``begin``: it was asked for, and may be there or not. ``done``: it was acknowledged. ``lazy``: acknowledged, to be durable by the mark ``settled``."""
-        if "settled" in mark:
-            for name, tokens in self._lazy.items():
-                self.allowed[name] = {tokens}
-            self._lazy.clear()
-            return
-        name = mark.get("begin") or mark.get("done") or mark["lazy"]
-        known = self.allowed.setdefault(name, {None})
-        if "done" in mark:
-            self.allowed[name] = {mark["tokens"]}
-        else:
-            known.add(mark["tokens"])
-        if "lazy" in mark:
-            self._lazy[name] = mark["tokens"]
-        elif "begin" in mark:
-            self._lazy.pop(name, None)
-        if mark.get("how") == "recipe+bytes" and "done" in mark:
-            self.with_bytes.add(mark["tokens"])
-
-    def __post_init__(self) -> None:
-        self._lazy: dict[str, str | None] = {}
-
-
-def promises(marks: tuple[dict, ...]) -> Promises:
-    found = Promises()
-    for mark in marks:
-        found.take(mark)
-    return found
+    def __init__(self, marks: Iterable[dict], *, keeps_unsynced: bool = False) -> None:
+        self.allowed: dict[str, set[str | None]] = {}
+        self.with_bytes: set[str] = set()
+        """Tokens of pins whose bytes were said to be on disk."""
+        self.known: set[str] = set()
+        lazy: dict[str, str | None] = {}
+        lazily_known: set[str] = set()
+        for mark in marks:
+            if mark.get("how") == "recipe+bytes":
+                self.with_bytes.add(mark["tokens"])
+            if "settled" in mark:
+                self.allowed |= {name: {tokens} for name, tokens in lazy.items()}
+                self.known |= lazily_known
+                lazy.clear()
+            elif "known" in mark:
+                self.known.add(mark["known"])
+            elif "lazy_known" in mark:
+                (self.known if keeps_unsynced else lazily_known).add(mark["lazy_known"])
+            elif "begin" in mark:
+                self.allowed.setdefault(mark["begin"], {None}).add(mark["tokens"])
+                lazy.pop(mark["begin"], None)
+            elif "done" in mark or keeps_unsynced:
+                self.allowed[mark.get("done") or mark["lazy"]] = {mark["tokens"]}
+            else:
+                lazy[mark["lazy"]] = mark["tokens"]
 
 
 def check(state_dir: Path, promised: Promises) -> list[str]:
@@ -84,6 +79,11 @@ def check(state_dir: Path, promised: Promises) -> list[str]:
             wrong.append(f"damage: {damage}")
         if world.report.dropped:
             wrong.append(f"bad blocks: {world.report.dropped}")
+        index = world.storage._running.recovered.index
+        chains = {tokens: chain_of(bytes.fromhex(tokens), world.namespace) for tokens in promised.known}
+        wrong += [
+            f"unknown, though the log knew it: {tokens[:16]}" for tokens, chain in chains.items() if not index.nodes.keys() >= set(chain)
+        ]
         for tokens in pins.values():
             token_ids = bytes.fromhex(tokens or "")
             cached = world.ask(token_ids + bytes(4))
@@ -119,7 +119,7 @@ def main(log: Path, seed: int, share: int, num_shares: int, fraction: float, scr
         if index % num_shares != share:
             continue
         if now is None or now[0] is not interval:
-            now = interval, promises(interval.marks)
+            now = interval, Promises(interval.marks)
         num_states += 1
         where = f"interval {interval.number}, {choices}"
         (scratch / "now").write_text(where)

@@ -1,4 +1,4 @@
-"""Lives of a storage room, to be run under ``record_io.c``: ``recorded_life.py NAME DIR LOG``. Marks say what was asked for and what was promised."""
+"""Lives of a storage room, to be run under ``record_io.c``: ``recorded_life.py fsync|interval DIR LOG``. Marks say what was asked for and what was promised."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from storage_harness import World, crash, prompt
 
 PROMPTS = [*(prompt(number, 16 * 6, shared=48) for number in range(6)), *(prompt(number, 16 * 5) for number in range(30, 44))]
 SETTINGS = {"store_max_bytes": 32 << 20, "wal_segment_bytes": 1 << 13, "wal_max_bytes": 1 << 15}
+INTERVAL_S = 0.05
 
 
 class Life(World):
-    """A world that marks what it is promised."""
+    """A world that marks what it is promised. With ``durability`` interval a promise holds from ``settle`` on."""
 
     def __init__(self, state_dir: Path, log: Path, **config) -> None:
         super().__init__(state_dir, **(SETTINGS | config))
         self.marks = log
+        self.is_lazy = self.config.durability == "interval"
         self.storage.mark_served()
         self.until(lambda: not (state_dir / "starting").exists())
+
+    def promise(self, name: str, tokens: str | None, **more: object) -> None:
+        mark(self.marks, **{"lazy" if self.is_lazy else "done": name}, tokens=tokens, **more)
 
     def pin(self, name: str, token_ids: bytes) -> str:
         mark(self.marks, begin=name, tokens=token_ids.hex())
         how = super().pin(name, token_ids)
-        mark(self.marks, done=name, tokens=token_ids.hex(), how=how)
+        self.promise(name, token_ids.hex(), how=how)
         return how
 
     def unpin(self, name: str) -> None:
@@ -35,8 +40,24 @@ class Life(World):
         self.cache.unpin(name)
         self.storage.recipe_book.remove(b"unpin-" + name.encode(), name)
         assert not self.wait_for(b"unpin-" + name.encode()).error
-        mark(self.marks, done=name, tokens=None)
+        self.promise(name, None)
         self.tick()
+
+    def hear(self, *prompts: bytes) -> None:
+        """Ask for each, and wait until the log knows them."""
+        for token_ids in prompts:
+            self.ask(token_ids)
+        wal, planner = self.storage._running.wal, self.storage._running.planner
+        self.until(lambda: not planner.is_busy)
+        self.until(lambda: (wal._written_lsn if self.is_lazy else wal.durable_lsn) == wal.last_lsn)
+        for token_ids in prompts:
+            mark(self.marks, **{"lazy_known" if self.is_lazy else "known": token_ids.hex()})
+
+    def settle(self) -> None:
+        """Wait until nothing that was acknowledged is unsynced: a durability interval at most, while the disk works."""
+        wal, recipes = self.storage._running.wal, self.storage.recipe_book
+        self.until(lambda: wal.durable_lsn == wal.last_lsn and recipes._unsynced_since_s is None)
+        mark(self.marks, settled=True)
 
 
 def live(state_dir: Path, log: Path, **config) -> None:
@@ -46,13 +67,16 @@ def live(state_dir: Path, log: Path, **config) -> None:
         for _ in range(2):
             life.ask(PROMPTS[number])
         life.pin(f"pin-{number}", prompt(10 + number, 64, shared=16))
+    life.hear(*PROMPTS[:4])
     life.pin("pin-1", prompt(21, 80))
+    life.settle()
     life.unpin("pin-0")
-    for token_ids in PROMPTS[6:16]:
-        life.ask(token_ids)
+    life.hear(*PROMPTS[6:11])
+    life.hear(*PROMPTS[11:16])
     crash(life)
     life = Life(state_dir, log, **config)
     life.unpin("pin-2")
+    life.settle()
     for number in range(4, 6):
         for _ in range(2):
             life.ask(PROMPTS[number])
@@ -61,11 +85,17 @@ def live(state_dir: Path, log: Path, **config) -> None:
     life.stop()
     life = Life(state_dir, log, **config)
     life.pin("pin-6", prompt(16, 64))
-    for token_ids in PROMPTS[16:]:
-        life.ask(token_ids)
+    life.hear(*PROMPTS[16:])
     life.unpin("pin-6")
+    life.pin("pin-7", prompt(17, 64))
+    life.settle()
+    life.pin("pin-8", prompt(18, 64))
     crash(life)
 
 
+def run(name: str, state_dir: Path, log: Path) -> None:
+    live(state_dir, log, durability=name, durability_interval_s=INTERVAL_S)
+
+
 if __name__ == "__main__":
-    {"fsync": live}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
+    run(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

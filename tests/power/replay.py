@@ -7,7 +7,8 @@ What a cut keeps and what it may lose (stricter than a journaling file system, w
 * ``fsync`` of a directory makes the creations, renames and removals in it durable. A rename within a directory is one change: old or new, never both, never
   neither. One between two directories is durable when either of them is synced, and brings the earlier changes of both with it.
 * Everything else may be there or not, each change for itself: a later write without an earlier one, a removal without the rename before it, a name without its
-  file's content, a size without its data (then zeros). A write may be torn at the disk's sectors of 512 bytes, any of them there or not. Sectors are never mixed.
+  file's content, a size without its data (then zeros). A write may be torn at the disk's sectors of 512 bytes, any of them there or not. A sector is never mixed, and
+  is written as it was in memory at some moment: if a write's part of it is there, so are the parts of the writes before.
 * What a sync made durable stays as it is; a directory whose own name is lost is lost with all it holds.
 
 A *sync interval* lies between two syncs. Right before the second, everything since is pending, so the subsets of that are all that a cut within the interval can leave.
@@ -19,7 +20,7 @@ import itertools
 import json
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -101,19 +102,20 @@ class Write:
     data: bytes
 
     @property
-    def num_sectors(self) -> int:
-        return (self.offset + len(self.data) - 1) // SECTOR_BYTES - self.offset // SECTOR_BYTES + 1
+    def sectors(self) -> range:
+        """Of the file, that it touches."""
+        return range(self.offset // SECTOR_BYTES, (self.offset + len(self.data) - 1) // SECTOR_BYTES + 1)
 
-    def put(self, content: bytearray, choice: Choice) -> None:
+    def put(self, content: bytearray, present: Collection[int]) -> None:
+        """Write what falls into the sectors ``present``; the size is there in any case."""
         end = self.offset + len(self.data)
         if len(content) < end:
             content.extend(bytes(end - len(content)))
-        if choice is True:
+        if len(present) == len(self.sectors):
             content[self.offset : end] = self.data
             return
-        for sector in choice or ():
-            start = (self.offset // SECTOR_BYTES + sector) * SECTOR_BYTES
-            start, stop = max(start, self.offset), min(start + SECTOR_BYTES, end)
+        for sector in present:
+            start, stop = max(sector * SECTOR_BYTES, self.offset), min((sector + 1) * SECTOR_BYTES, end)
             content[start:stop] = self.data[start - self.offset : stop - self.offset]
 
 
@@ -124,8 +126,7 @@ class Resize:
     file: File
     size: int
 
-    def put(self, content: bytearray, choice: Choice) -> None:
-        assert choice is True
+    def put(self, content: bytearray) -> None:
         if len(content) > self.size:
             del content[self.size :]
         else:
@@ -183,7 +184,7 @@ class Interval:
 def _tears(change: Change, rng: random.Random) -> list[Choice]:
     if not isinstance(change, Write):
         return []
-    sectors = range(change.num_sectors)
+    sectors = range(len(change.sectors))
     cuts = sectors[1:] if len(sectors) <= _MAX_CUTS else sorted(rng.sample(sectors[1:], _MAX_CUTS))
     tears = [tuple(sectors[:cut]) for cut in cuts] + [tuple(sectors[cut:]) for cut in cuts]
     return [(), *tears, *(tuple(each for each in sectors if each != missing) for missing in cuts)]
@@ -191,7 +192,7 @@ def _tears(change: Change, rng: random.Random) -> list[Choice]:
 
 def _drawn(change: Change, likelihood: float, tearing: float, rng: random.Random) -> Choice:
     if isinstance(change, Write) and rng.random() < tearing:
-        return tuple(sector for sector in range(change.num_sectors) if rng.random() < 0.5)
+        return tuple(sector for sector in range(len(change.sectors)) if rng.random() < 0.5)
     return rng.random() < likelihood
 
 
@@ -254,11 +255,7 @@ class Disk:
                     found[f"{path}{name}"] = None
                     walk(node, f"{path}{name}/")
                 elif isinstance(node, File) and not self._is_ignored(f"{path}{name}"):
-                    content = bytearray(node.durable)
-                    for change, choice in chosen:
-                        if isinstance(change, Write | Resize) and change.file is node:
-                            change.put(content, choice)
-                    found[f"{path}{name}"] = bytes(content)
+                    found[f"{path}{name}"] = _content(node, pending, choices)
 
         walk(self.root, "")
         return found
@@ -272,7 +269,7 @@ class Disk:
         change = make(file)
         if record.is_durable:
             self._flush(lambda each: isinstance(each, Resize | Write) and each.file is file and _overlaps(each, change))
-            change.put(file.durable, True)
+            _put_whole(change, file.durable)
         else:
             self.pending.append(change)
 
@@ -327,8 +324,41 @@ class Disk:
                     else:
                         folder.durable[name] = node
             else:
-                change.put(change.file.durable, True)
+                _put_whole(change, change.file.durable)
         self.pending = [change for index, change in enumerate(self.pending) if index not in taken]
+
+
+def _put_whole(change: Write | Resize, content: bytearray) -> None:
+    if isinstance(change, Write):
+        change.put(content, change.sectors)
+    else:
+        change.put(content)
+
+
+def _content(file: File, pending: tuple[Change, ...], choices: Choices) -> bytes:
+    """A file's bytes if ``choices`` of what was pending reached the disk."""
+    mine = [
+        (change, choice)
+        for change, choice in zip(pending, choices, strict=True)
+        if isinstance(change, Write | Resize) and change.file is file
+    ]
+    present: list[Collection[int]] = []
+    later: set[int] = set()
+    for change, choice in reversed(mine):
+        sectors: Collection[int] = ()
+        if isinstance(change, Write):
+            own = change.sectors
+            sectors = own if choice is True else {own[each] for each in choice or ()} | later.intersection(own)
+            later.update(sectors)
+        present.append(sectors)
+    content = bytearray(file.durable)
+    for (change, choice), sectors in zip(mine, reversed(present), strict=True):
+        if isinstance(change, Resize):
+            if choice is True:
+                change.put(content)
+        elif choice is not False or sectors:
+            change.put(content, sectors)
+    return bytes(content)
 
 
 def _touches(change: Change, node: Node) -> bool:

@@ -93,6 +93,11 @@ def test_a_write_through_a_synchronous_descriptor_is_durable_alone():
     assert {tree["a"][:8] for tree in found} == {bytes(8), b"12345678"}
 
 
+def test_a_sector_with_a_later_write_has_the_earlier_ones_too():
+    found = trees(create("/a", 2), sync(ROOT), sync(2), write(2, b"1"), write(2, b"2", 1))
+    assert {tree["a"] for tree in found} == {b"", b"1", b"12", b"\0", bytes(2), b"1\0"}
+
+
 def test_a_later_write_may_be_there_without_an_earlier_one():
     found = trees(create("/a", 2), sync(ROOT), sync(2), write(2, b"1"), write(2, b"2", SECTOR))
     assert {"a": bytes(SECTOR) + b"2"} in found
