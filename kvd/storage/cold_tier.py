@@ -46,6 +46,8 @@ class _Load:
     asked_s: float
     began_s: float = 0.0
     num_copied: int = 0
+    error: str = ""
+    """Of a copy into the pool: nothing behind it counts, though it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class _Copy:
     batch: _Batch
     num_blocks: int
     tickets: list[Ticket] = field(default_factory=list)
-    error: str = ""
+    has_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,6 @@ class ColdTier:
         self._in_fault = False
         self._batches: deque[_Batch] = deque()
         self._copies: deque[_Copy] = deque()
-        self._is_dead = False
         self._num_under_way = self._num_blocks_under_way = 0
         self._counts: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
@@ -206,30 +207,28 @@ class ColdTier:
         targets = batch.targets
         copy = _Copy(batch, next((index for index, target in enumerate(targets) if not target.is_wanted), len(targets)))
         self._copies.append(copy)
-        if copy.num_blocks and not self._is_dead:
+        if copy.num_blocks and not batch.load.error:
             ids = [target.block_id for target in targets[: copy.num_blocks]]
             try:
                 failpoint("cold.before_copy_in")
                 for group in self._groups:
                     copy.tickets.append(self._block_io.copy_in(group.name, ids, batch.buffer.rows(group.name, len(ids))))
             except Exception:  # the executor has failed or is closed; the loop learns so by itself
-                self._is_dead = True
-        if self._is_dead:
-            copy.num_blocks, copy.error = 0, EXECUTOR
+                copy.has_failed = True
 
     def _finish_copy(self, copy: _Copy) -> None:
         batch, load = copy.batch, copy.batch.load
-        if any(ticket.error is not None for ticket in copy.tickets):
-            self._is_dead = True
-            copy.num_blocks, copy.error = 0, EXECUTOR
+        if copy.has_failed or any(ticket.error is not None for ticket in copy.tickets):
+            load.error = EXECUTOR
         with self._wake:
             self._staging.give_back(batch.buffer)
             self._wake.notify_all()
-        load.num_copied += copy.num_blocks
+        if not load.error:
+            load.num_copied += copy.num_blocks
         if not batch.is_last:
             return
         num_failed = len(load.targets) - load.num_copied
-        error = (copy.error or batch.error or LEFT_MEMORY) if num_failed else ""
+        error = (load.error or batch.error or LEFT_MEMORY) if num_failed else ""
         seconds = self._clock.monotonic() - load.began_s
         self._num_under_way -= 1
         self._num_blocks_under_way -= len(load.targets)

@@ -45,13 +45,14 @@ class Ledger:
 class Scenario:
     """``damage`` is done to the prepared state; ``at`` is the passage at which the daemon dies; ``in_start`` says that it dies before READY (None: about then).
 
-    ``keeps_bytes`` is False where the prepared store is lost on the way.
+    ``keeps_bytes`` is False where the prepared store is lost on the way. ``flags`` are the dying daemon's own.
     """
 
     damage: Callable[[Path], None] = lambda _: None
     at: int = 1
     in_start: bool | None = False
     keeps_bytes: bool = True
+    flags: tuple[str, ...] = ()
 
 
 def _tear_log(state_dir: Path) -> None:
@@ -61,7 +62,7 @@ def _tear_log(state_dir: Path) -> None:
 
 def _cut_store(state_dir: Path) -> None:
     for data in (state_dir / "kv").glob("[0-9]*/data.mdb"):
-        data.write_bytes(data.read_bytes()[:-4096])
+        data.write_bytes(data.read_bytes()[:-1])
 
 
 def _drop_store(state_dir: Path) -> None:
@@ -86,6 +87,7 @@ SCENARIOS = {
     "store.current.": Scenario(_drop_store, in_start=True, keeps_bytes=False),
     "store.marker.": Scenario(in_start=True),
     "rehydrate.": Scenario(in_start=True),
+    "cold.": Scenario(in_start=True, flags=("--rehydrate-max-fraction", "0", "--cold-tier", "always")),  # the pins come back so
     "recipes.restore.": Scenario(_cut_recipes, in_start=True),
     "recipes.": Scenario(at=2),  # of the pin that takes another's place
     "executor.step": Scenario(at=40),
@@ -158,7 +160,7 @@ def die_at(
     first: Callable[[Client], None] = lambda _: None,
 ) -> None:
     """A life that ends at the failpoint ``name``, after ``first``; its open requests end with a clear error."""
-    with DaemonProcess(root, *flags, env={"KVD_FAILPOINTS": f"{name}=kill@{scenario.at}"}, fake=fake) as process:
+    with DaemonProcess(root, *flags, *scenario.flags, env={"KVD_FAILPOINTS": f"{name}=kill@{scenario.at}"}, fake=fake) as process:
         told = ""
         with contextlib.suppress(DaemonDiedError):
             process.wait_ready()

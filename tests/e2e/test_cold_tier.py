@@ -156,11 +156,7 @@ def damage_rows(state_dir: Path) -> int:
     """Flip a bit in every block's row of the store, under the daemon that has it open; how many."""
     (path,) = state_dir.glob("kv/*/data.mdb")
     data = path.read_bytes()
-    starts = []
-    at = data.find(b"KVDB\x01\x00\x60\x00")
-    while at >= 0:
-        starts.append(at)
-        at = data.find(b"KVDB\x01\x00\x60\x00", at + 1)
+    starts = [start for start in range(16, len(data), 4096) if data.startswith(b"KVDB\x01\x00\x60\x00", start)]
     with path.open("r+b") as file:
         for start in starts:
             file.seek(start + 96 + 100)
