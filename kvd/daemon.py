@@ -20,7 +20,7 @@ from types import FrameType, MappingProxyType
 import structlog
 
 from kvd.cache.hashing import Namespace
-from kvd.cache.manager import CacheManager
+from kvd.cache.manager import CacheManager, eviction_policy
 from kvd.commands import Hello, Snapshot, Stopped
 from kvd.config import ConfigError, DaemonConfig
 from kvd.engine.clock import SystemClock
@@ -235,6 +235,7 @@ class Daemon:
             block_size_tokens=config.cache.block_size_tokens,
             free_watermark=config.cache.free_watermark,
             max_pinned_fraction=config.cache.max_pinned_fraction,
+            policy=eviction_policy(config.cache.eviction_policy, engine.num_blocks, config.cache.block_size_tokens),
         )
         with state_dir_errors(self._config.storage.state_dir):
             storage.open(

@@ -24,6 +24,7 @@ def check_cache(
     _check_holders(blocks, fillings, tables, num_loading)
     _check_states(blocks)
     _check_tree(blocks, block_size_tokens)
+    _check_retentions(blocks)
     _check_pins(blocks, pins)
     _check_fillings(fillings, tables)
     _check_tables(blocks, tables, block_size_tokens)
@@ -37,6 +38,7 @@ def _check_holders(blocks: TreeBlocks, fillings: Fillings, tables: Collection[Bl
     loading = [node.block_id for node, owner, _, _ in fillings.items() if owner is None]
     assert len(loading) == num_loading, f"{len(loading)} blocks are loading, {num_loading} counted"
     holders.update(loading)
+    holders.update(blocks.outlived)
     for block_id, count in enumerate(blocks.pool.ref_counts):
         assert count == holders[block_id], f"block {block_id} has {holders[block_id]} holders, {count} counted"
     num_shared = sum(1 for count in holders.values() if count > 1)
@@ -57,7 +59,8 @@ def _check_states(blocks: TreeBlocks) -> None:
         assert blocks.node_of[block_id] is not None, f"block {block_id} is lost: neither free, held nor in the tree"
     assert len(free) + pool.num_used + len(idle) == pool.num_blocks, "free, used and cached blocks are not all blocks"
     assert pool.num_cached == len(idle), f"{len(idle)} blocks are cached, {pool.num_cached} counted"
-    for block_id in blocks.leases:
+    assert blocks.outlived <= blocks.leases.keys(), "a forgotten block is held and not leased"
+    for block_id in blocks.leases.keys() - blocks.outlived:
         node = blocks.node_of[block_id]
         assert node is not None, f"block {block_id} is leased and not in the tree"
         assert node.is_ready, f"block {block_id} is leased and filling"
@@ -84,9 +87,23 @@ def _check_tree(blocks: TreeBlocks, block_size_tokens: int) -> None:
         assert parent.is_ready or not node.is_ready, "a ready node below a filling one"
         assert blocks.node_of[node.block_id] is node, "a block names another node"
     queued = blocks.queued()
-    assert len({id(node) for node in queued}) == len(queued), "a node is queued twice"
+    assert len({id(node) for _, node in queued}) == len(queued), "a node is queued twice"
+    assert all(priority == node.priority for priority, node in queued), "a node is queued with another priority than it has"
     evictable = {id(node) for node in nodes if blocks.is_evictable(node)}
-    assert {id(node) for node in queued} == evictable, "the eviction order does not hold exactly the evictable leaves"
+    assert {id(node) for _, node in queued} == evictable, "the eviction order does not hold exactly the evictable leaves"
+
+
+def _check_retentions(blocks: TreeBlocks) -> None:
+    due = {id(node): instant for instant, nodes in blocks.retentions.due().items() for node in nodes}
+    assert all(blocks.retentions.due().values()), "an instant at which nothing ends"
+    for node in blocks.tree.nodes():
+        instants, priorities = [each[0] for each in node.timed], [each[1] for each in node.timed]
+        assert instants == sorted(set(instants)), "a node's retentions are not in the order of their ends"
+        assert priorities == sorted(set(priorities), reverse=True), "a retention is covered by a longer one"
+        assert all(priority > node.lasting_priority for priority in priorities), "a retention is covered by the lasting one"
+        assert node.priority == (priorities[0] if priorities else node.lasting_priority), "a node's priority is not its highest"
+        assert due.pop(id(node), None) == (instants[0] if instants else None), "a node's retention ends unseen"
+    assert not due, "a node that left the tree is still kept"
 
 
 def _check_pins(blocks: TreeBlocks, pins: Mapping[str, tuple[Node, ...]]) -> None:

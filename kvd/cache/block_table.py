@@ -21,6 +21,7 @@ class BlockTable:
         "block_ids",
         "fills",
         "is_broken",
+        "is_private",
         "matched",
         "namespace",
         "num_cached_tokens",
@@ -51,6 +52,8 @@ class BlockTable:
         """Matched nodes that others are still filling, in order."""
         self.is_broken = False
         """A node that it waited for failed: the table can only be released."""
+        self.is_private = False
+        """What it computes enters the tree no more: it was forgotten."""
         self.matched: tuple[Node, ...] = ()
         """Matched nodes whose use is told when ``waits_for`` is empty; empty then."""
         self.num_in_tree = 0

@@ -6,26 +6,45 @@ from kvd.cache.block_pool import BlockPool
 from kvd.cache.events import BlockOrigin, BlockRemoved, BlockStored, CacheEvent
 from kvd.cache.eviction import EvictionPolicy, EvictionQueue
 from kvd.cache.prefix_tree import HashFunction, Node, PrefixTree
+from kvd.cache.retention import Retention, RetentionBook
 from kvd.types import BlockHash, BlockId, PackedTokens
 
 
 class TreeBlocks:
     """The pool and the tree over it. A cached block is *idle*: held by nobody; an idle leaf that is neither pinned nor leased can be evicted."""
 
-    __slots__ = ("_queue", "events", "leases", "node_of", "num_evicted", "num_idle_pinned", "num_pinned", "pool", "tick", "tree")
+    __slots__ = (
+        "_policy",
+        "_queue",
+        "events",
+        "leases",
+        "node_of",
+        "num_evicted",
+        "num_idle_pinned",
+        "num_pinned",
+        "outlived",
+        "pool",
+        "retentions",
+        "tick",
+        "tree",
+    )
 
     def __init__(self, num_blocks: int, block_size_tokens: int, policy: EvictionPolicy, hash_function: HashFunction) -> None:
         self.pool = BlockPool(num_blocks)
         self.tree = PrefixTree(block_size_tokens, hash_function)
         self.node_of: list[Node | None] = [None] * num_blocks
         self.leases: dict[BlockId, int] = {}
+        self.outlived: set[BlockId] = set()
+        """Leased blocks whose node was forgotten: held until the lease ends."""
         self.num_pinned = 0
         self.num_idle_pinned = 0
         self.num_evicted = 0
         self.tick = 0
         """The logical clock of uses."""
         self.events: list[CacheEvent] = []
+        self._policy = policy
         self._queue = EvictionQueue(policy)
+        self.retentions = RetentionBook(self._on_priority)
 
     @property
     def num_available(self) -> int:
@@ -41,24 +60,39 @@ class TreeBlocks:
             if node.queue_ticket:
                 self._queue.discard(node)
 
-    def drop(self, block_id: BlockId, *, ends_use: bool = False) -> None:
-        """One holder less; with the last one the block becomes cached or free. ``ends_use``: it was used until now, for the policy's order."""
+    def drop(self, block_id: BlockId, *, ends_use: Retention | None = None) -> None:
+        """One holder less; with the last one the block becomes cached or free. ``ends_use``: it was used until now, for the policy's order, and is to
+        be kept like this.
+        """
+        node = self.node_of[block_id]
+        if node is not None and ends_use is not None:
+            self.retentions.keep(node, ends_use)
         if not self.pool.drop(block_id):
             return
-        node = self.node_of[block_id]
         if node is None:
             self.pool.free(block_id)
             return
         self.num_idle_pinned += node.num_pins > 0
-        if ends_use:
-            node.last_used = self.tick
+        if ends_use is not None:
+            self.touch(node)
         self.settle(node)
+
+    def touch(self, node: Node) -> None:
+        """A use of the node begins or ends."""
+        node.last_used = self.tick
+        self._policy.on_touch(node)
+
+    def reuse(self, node: Node) -> None:
+        """A further request is given the node."""
+        self._policy.on_reuse(node)
+        node.uses += 1
 
     def insert(self, parent: Node, token_ids: PackedTokens, block_id: BlockId, *, origin: BlockOrigin, is_ready: bool, uses: int) -> Node:
         """A held block becomes a node."""
         assert self.node_of[block_id] is None, "a block holds one prefix"
         node = self.tree.insert(parent, token_ids, block_id, origin=origin, is_ready=is_ready, uses=uses)
         node.last_used = self.tick
+        self._policy.on_insert(node)
         self.node_of[block_id] = node
         if parent.queue_ticket:
             self._queue.discard(parent)
@@ -79,7 +113,7 @@ class TreeBlocks:
         node.block_id = block_id
         node.origin = BlockOrigin.COMPUTED
         node.is_fresh = False
-        node.uses += 1
+        self.reuse(node)
         self.node_of[block_id] = node
         self.tell_stored(node)
         return True
@@ -87,6 +121,17 @@ class TreeBlocks:
     def withdraw(self, node: Node) -> None:
         """A filling node leaves the tree; its holders keep the block."""
         self.node_of[node.block_id] = None
+        self.retentions.forget(node)
+        self.settle(self.tree.remove(node))
+
+    def unlink(self, node: Node) -> None:
+        """A ready node without children and pins leaves the tree; a block that nobody holds is free then."""
+        if node.queue_ticket:
+            self._queue.discard(node)
+        self.node_of[node.block_id] = None
+        self.retentions.forget(node)
+        if self.pool.ref_counts[node.block_id] == 0:
+            self.pool.free(node.block_id)
         self.settle(self.tree.remove(node))
 
     def tell_stored(self, node: Node) -> None:
@@ -125,6 +170,10 @@ class TreeBlocks:
             self.leases[block_id] = count
             return
         del self.leases[block_id]
+        if block_id in self.outlived:
+            self.outlived.remove(block_id)
+            self.drop(block_id)
+            return
         node = self.node_of[block_id]
         assert node is not None, "a leased block stays in the tree"
         self.settle(node)
@@ -178,8 +227,8 @@ class TreeBlocks:
             and node.block_id not in self.leases
         )
 
-    def queued(self) -> list[Node]:
-        """The nodes in the eviction order, for audits."""
+    def queued(self) -> list[tuple[int, Node]]:
+        """The nodes in the eviction order and the retention priorities that they stand there with, for audits."""
         return self._queue.queued()
 
     def _pop_victim(self) -> Node | None:
@@ -198,7 +247,16 @@ class TreeBlocks:
             self.settle(victim.parent)
             self.settle(victim)
 
+    def _on_priority(self, node: Node) -> None:
+        """The node's retention priority is another: it queues anew."""
+        self._policy.on_touch(node)
+        if node.queue_ticket:
+            self._queue.discard(node)
+            self._queue.push(node)
+
     def _evict(self, victim: Node) -> None:
+        self._policy.on_evicted(victim)
+        self.retentions.forget(victim)
         self.tree.remove(victim, is_unlinked=True)
         self.node_of[victim.block_id] = None
         self.pool.free(victim.block_id)

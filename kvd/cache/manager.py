@@ -15,11 +15,14 @@ from kvd.cache.block_table import BlockTable, CopyOnWrite, LoadTarget, PrefixInf
 from kvd.cache.blocks import TreeBlocks
 from kvd.cache.errors import CacheError, PinCapacityError, PinNotReadyError, PinTooShortError
 from kvd.cache.events import BlockOrigin, CacheEvent
-from kvd.cache.eviction import EvictionPolicy, LruPolicy
+from kvd.cache.eviction import CostPolicy, EvictionPolicy, LruPolicy, eviction_policy
 from kvd.cache.filling import Fillings
+from kvd.cache.forgetting import keep_private, remove, select
 from kvd.cache.hashing import Namespace, block_hash
 from kvd.cache.pins import PinBook
 from kvd.cache.prefix_tree import HashFunction, Node
+from kvd.cache.retention import DEFAULT_RETENTION, Retention
+from kvd.cache.tenants import Selection
 from kvd.cache.uses import Uses
 from kvd.types import TOKEN_BYTES, BlockHash, BlockId, PackedTokens
 
@@ -28,6 +31,7 @@ __all__ = [
     "CacheError",
     "CacheManager",
     "CopyOnWrite",
+    "CostPolicy",
     "EvictionPolicy",
     "LoadTarget",
     "LruPolicy",
@@ -37,6 +41,8 @@ __all__ = [
     "PinTooShortError",
     "PrefixInfo",
     "PrefixMatch",
+    "Retention",
+    "eviction_policy",
 ]
 
 _LRU = LruPolicy()
@@ -143,12 +149,13 @@ class CacheManager:
         origin: BlockOrigin = BlockOrigin.COMPUTED,
         counts_use: bool = True,
         reserve_blocks: int = 0,
+        is_private: bool = False,
     ) -> BlockTable | None:
         """A table for the first ``num_tokens`` tokens of the match's prompt: the matched blocks, and private ones after them.
 
         The full blocks beyond the match enter the tree at once as filling nodes of this table. ``counts_use`` is False for work that is no
         user's (pins, recomputing) and for a request's resumption: no use is told, and blocks stay fresh. ``reserve_blocks`` must remain
-        available besides.
+        available besides. ``is_private``: nothing of it enters the tree.
 
         Returns:
             None if there are not enough blocks; then nothing has changed.
@@ -173,7 +180,11 @@ class CacheManager:
         self._counters["allocations"] += num_new
         table = BlockTable(match.namespace, block_ids, num_tokens, len(block_ids) * self.block_size_tokens)
         self._tables.add(table)
-        self._begin_fills(table, match.token_ids, path, origin=origin, uses=int(counts_use))
+        table.is_private = is_private
+        if is_private:
+            table.num_in_tree = len(path)
+        else:
+            self._begin_fills(table, match.token_ids, path, origin=origin, uses=int(counts_use))
         self._uses.use(table, path, counts_use=counts_use)
         return table
 
@@ -215,7 +226,7 @@ class CacheManager:
         """
         num_full = num_computed // self.block_size_tokens
         index = table.num_in_tree
-        if index >= num_full:
+        if index >= num_full or table.is_private:
             return
         assert not table.fills, "output comes after the prompt"
         assert not table.is_broken, "a broken table can only be released"
@@ -243,6 +254,7 @@ class CacheManager:
             self._blocks.hold(block_id)
         forked = BlockTable(table.namespace, list(table.block_ids), table.num_tokens, table.num_tokens)
         forked.num_in_tree = table.num_in_tree
+        forked.is_private = table.is_private
         table.writable_tokens = table.num_tokens
         self._tables.add(forked)
         self._counters["forks"] += 1
@@ -260,14 +272,16 @@ class CacheManager:
         table.writable_tokens = num_tokens
         table.num_in_tree = min(table.num_in_tree, num_tokens // self.block_size_tokens)
 
-    def release(self, table: BlockTable) -> None:
-        """The sequence is over: its blocks stay cached where the tree has them, else they are free."""
+    def release(self, table: BlockTable, retention: Retention = DEFAULT_RETENTION) -> None:
+        """The sequence is over: its blocks stay cached where the tree has them, and be it used or computed, as long as ``retention`` or a higher
+        one of another use says; else they are free.
+        """
         assert not table.fills, "fail_fill comes first, for its followers must be told"
         self._tables.remove(table)
         self._fillings.unfollow(table)
         self._blocks.tick += 1
         for block_id in reversed(table.block_ids):
-            self._blocks.drop(block_id, ends_use=True)
+            self._blocks.drop(block_id, ends_use=retention)
         table.block_ids.clear()
         table.num_tokens = table.writable_tokens = 0
         table.matched = ()
@@ -375,6 +389,26 @@ class CacheManager:
         """
         return PrefixInfo.of(self._pins.nodes[name][-1], self._blocks.tick).as_dict()
 
+    def forget(self, selection: Selection) -> tuple[int, list[BlockTable]]:
+        """Everything that the selection holds leaves the tree at once, its pins first; O(all blocks). Who uses it keeps it as its own.
+
+        Returns:
+            How many blocks left the tree; and the tables that waited for one: they can only be released, their sequences are to be planned anew.
+        """
+        nodes = select(self._tree, selection)
+        leaving = {id(node) for node in nodes}
+        for name in [name for name, pinned in self._pins.nodes.items() if any(id(node) in leaving for node in pinned)]:
+            self._pins.unpin(name)
+        keep_private(self._tables, nodes, self._blocks)
+        filling = [node for node in nodes if not node.is_ready]
+        affected = self.fail_fill(
+            [node for node in filling if node.parent is not None and (node.parent.is_ready or id(node.parent) not in leaving)]
+        )
+        for node in reversed(nodes):
+            if node.in_tree:
+                remove(self._blocks, node)
+        return len(nodes), affected
+
     def lease(self, block_id: BlockId, block_hash: BlockHash) -> bool:
         """Hold a ready block against eviction (and so against writing) until ``end_lease``; False if it no longer holds that content."""
         return self._blocks.lease(block_id, block_hash)
@@ -388,6 +422,10 @@ class CacheManager:
     def evict_to_watermark(self, max_blocks: int) -> int:
         """Background eviction: free cached blocks until the watermark is met, at most ``max_blocks``; how many."""
         return self._blocks.evict(min(max_blocks, self.watermark_blocks - self.num_free))
+
+    def expire_retention(self, now_s: float, max_blocks: int) -> int:
+        """The retentions that end by ``now_s`` count no more, for at most ``max_blocks`` blocks; how many. Other calls' instants are on the same clock."""
+        return self._blocks.retentions.expire(now_s, max_blocks)
 
     def take_events(self) -> tuple[CacheEvent, ...]:
         """What happened since the last call, in order."""
@@ -434,6 +472,7 @@ class CacheManager:
         for tokens, uses in missing:
             parent = tip if tip is not None else self._tree.root(namespace)
             tip = self._blocks.insert(parent, tokens, self._pool.take(), origin=origin, is_ready=False, uses=uses)
+            self._blocks.retentions.keep(tip, DEFAULT_RETENTION)
             self._fillings.begin(tip, None)
             targets.append(LoadTarget(tip, tip.block_id, tip.block_hash))
         self._num_loading += len(targets)

@@ -44,6 +44,13 @@ class Node(msgspec.Struct, eq=False, gc=False):
     num_children: int = 0
     num_pins: int = 0
     queue_ticket: int = 0
+    priority: int = 0
+    """Retention priority that counts now: that of ``timed``'s first, else ``lasting_priority``."""
+    lasting_priority: int = 0
+    timed: tuple[tuple[float, int], ...] = ()
+    """Higher priorities that end: (instant, priority), the soonest first (cache/retention.py)."""
+    floor: float = 0.0
+    """The eviction policy's, set when a use begins or ends."""
 
     @property
     def token_ids(self) -> PackedTokens:

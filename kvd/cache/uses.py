@@ -34,11 +34,11 @@ class Uses:
         num_fresh: Counter[BlockOrigin] = Counter()
         num_hit: Counter[BlockOrigin] = Counter()
         for node in path:
-            node.last_used = self._blocks.tick
+            self._blocks.touch(node)
             if not node.is_ready:
                 self._fillings.follow(node, table)
             if counts_use:
-                node.uses += 1
+                self._blocks.reuse(node)
                 num_hit[node.origin] += 1
                 if node.is_ready or self._fillings.owner(node) is not None:
                     num_fresh[node.origin] += node.is_fresh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,12 +12,25 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvd.cache.events import BlockOrigin, BlockRemoved, BlocksPinned, BlockStored, BlocksUnpinned, BlocksUsed
 from kvd.cache.hashing import Namespace
-from kvd.cache.manager import BlockTable, CacheManager, PinCapacityError, PinNotReadyError, PinTooShortError
+from kvd.cache.manager import (
+    BlockTable,
+    CacheManager,
+    CostPolicy,
+    LruPolicy,
+    PinCapacityError,
+    PinNotReadyError,
+    PinTooShortError,
+    PrefixInfo,
+    Retention,
+)
+from kvd.cache.retention import DEFAULT_RETENTION
+from kvd.cache.tenants import Selection
 from kvd.types import pack_tokens, unpack_tokens
 
 NAMESPACES = (Namespace(b"f"), Namespace(b"f", b"tenant"))
 tokens_strategy = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 names = st.sampled_from(["a", "b"])
+retentions = st.tuples(st.sampled_from([0, 20, 50, 100]), st.sampled_from([1, 2, 4, math.inf]))
 
 
 class Sequence:
@@ -40,12 +54,26 @@ class CacheMachine(RuleBasedStateMachine):
             free_watermark=0.3,
             max_pinned_fraction=0.5,
             hash_function=self.hash_block,
+            policy=self.policy(),
         )
+        self.now = 0
+        self.kept = {}
         self.content = [{} for _ in range(self.num_blocks)]
         self.sequences: list[Sequence] = []
         self.loads = []
         self.leases = []
         self.stored = {}
+        self.path_of = {}
+
+    def policy(self):
+        return LruPolicy()
+
+    def release(self, table, retention=DEFAULT_RETENTION):
+        nodes = [self.cache._blocks.node_of[block] for block in table.block_ids]
+        self.cache.release(table, retention)
+        for node in nodes:
+            if node is not None:
+                self.kept.setdefault(node, []).append(retention)
 
     def hash_block(self, parent, tokens):
         return hashlib.sha256(parent + tokens).digest()[: self.hash_bits // 8]
@@ -143,8 +171,8 @@ class CacheMachine(RuleBasedStateMachine):
             del sequence.tokens[keep:]
             sequence.num_computed = keep
 
-    @rule(data=st.data())
-    def finish_or_fail(self, data):
+    @rule(data=st.data(), retention=retentions)
+    def finish_or_fail(self, data, retention):
         sequence = self.pick(data)
         if sequence is None:
             return
@@ -155,7 +183,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert table.is_broken
             assert not table.fills
         for table in (sequence.table, *affected):
-            self.cache.release(table)
+            self.release(table, Retention(retention[0], self.now + retention[1]))
             self.sequences.remove(by_table[table])
 
     @rule(name=names, tokens=tokens_strategy, namespace=st.sampled_from(NAMESPACES))
@@ -187,6 +215,7 @@ class CacheMachine(RuleBasedStateMachine):
         if targets is None:
             assert self.state() == before
         elif targets:
+            self.kept.update((target.node, [Retention()]) for target in targets)
             first = targets[0].node.depth
             assert [t.node.depth for t in targets] == list(range(first, len(chain)))
             self.loads.append((namespace, tokens, targets))
@@ -205,8 +234,31 @@ class CacheMachine(RuleBasedStateMachine):
             return
         by_table = {s.table: s for s in self.sequences}
         for table in self.cache.fail_fill([target.node for target in targets]):
-            self.cache.release(table)
+            self.release(table)
             self.sequences.remove(by_table[table])
+
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=8), namespace=st.sampled_from(NAMESPACES))
+    def forget(self, tokens, namespace):
+        prefix = pack_tokens(tokens[: len(tokens) // self.block_size * self.block_size])
+        selection = Selection("", namespace.tenant_salt, prefix)
+        others = {node for node in self.cache._blocks.tree.nodes() if not self.is_in(node, selection)}
+        pins = {name: hashes for name, hashes in self.shadow_pins.items() if self.cache.pins()[name].namespace != namespace}
+        num_blocks, affected = self.cache.forget(selection)
+        by_table = {s.table: s for s in self.sequences}
+        for table in affected:
+            assert table.is_broken
+            self.release(table)
+            self.sequences.remove(by_table[table])
+        left = set(self.cache._blocks.tree.nodes())
+        assert not any(self.is_in(node, selection) for node in left)
+        assert pins.keys() <= self.cache.pins().keys()
+        for node in others - left:  # what led to it alone
+            assert selection.may_hold(node.namespace.tenant_salt, self.path_of[node])
+        assert num_blocks >= len(others - left)
+
+    def is_in(self, node, selection):
+        tokens = self.path_of[node] = PrefixInfo.of(node, 0).token_ids
+        return selection.holds(node.namespace.tenant_salt, tokens)
 
     @precondition(lambda self: self.stored)
     @rule(data=st.data())
@@ -227,9 +279,27 @@ class CacheMachine(RuleBasedStateMachine):
     def evict(self, max_blocks):
         missing = max(0, self.cache.watermark_blocks - self.cache.num_free)
         free = self.cache.num_free
+        self.check_next_victim()
         num_evicted = self.cache.evict_to_watermark(max_blocks)
         assert num_evicted <= min(max_blocks, missing)
         assert self.cache.num_free == free + num_evicted
+
+    @rule(passed=st.integers(1, 3))
+    def expire(self, passed):
+        self.now += passed
+        while self.cache.expire_retention(self.now, 2):
+            pass
+        assert self.cache.expire_retention(self.now, 100) == 0
+
+    def check_next_victim(self):
+        """The next to leave has the lowest priority of all that could."""
+        blocks = self.cache._blocks
+        evictable = [node for node in blocks.tree.nodes() if blocks.is_evictable(node)]
+        victim = blocks._queue.pop()
+        assert (victim is None) == (not evictable)
+        if victim is not None:
+            assert victim.priority == min(node.priority for node in evictable)
+            blocks.settle(victim)
 
     # ------------------------------------------------------------------------------------------ invariants
 
@@ -238,6 +308,9 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def everything_adds_up(self):
         self.cache.check_invariants()
+        for node in self.cache._blocks.tree.nodes():  # the highest that a use gave and that has not ended
+            counting = [each.priority for each in self.kept.get(node, ()) if each.expires_s > self.now]
+            assert node.priority == max(counting, default=0)
         if not hasattr(self, "shadow_pins"):
             self.shadow_pins = {}
         for event in self.cache.take_events():
@@ -285,7 +358,12 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.num_free == self.num_blocks
 
 
-class CollidingCacheMachine(CacheMachine):
+class CostCacheMachine(CacheMachine):
+    def policy(self):
+        return CostPolicy(self.num_blocks, self.block_size)
+
+
+class CollidingCacheMachine(CostCacheMachine):
     """With an 8-bit hash nearly everything collides; contents must still be right."""
 
     hash_bits = 8
@@ -300,7 +378,7 @@ CONFIG = settings(max_examples=60, stateful_step_count=40, deadline=None, suppre
 FULL = settings(CONFIG, max_examples=2000, stateful_step_count=80)
 
 
-@pytest.mark.parametrize("machine", [CacheMachine, CollidingCacheMachine, LargerBlocksMachine])
+@pytest.mark.parametrize("machine", [CacheMachine, CostCacheMachine, CollidingCacheMachine, LargerBlocksMachine])
 def test_cache_machine(machine):
     from hypothesis.stateful import run_state_machine_as_test
 
@@ -308,7 +386,7 @@ def test_cache_machine(machine):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("machine", [CacheMachine, CollidingCacheMachine, LargerBlocksMachine])
+@pytest.mark.parametrize("machine", [CacheMachine, CostCacheMachine, CollidingCacheMachine, LargerBlocksMachine])
 def test_cache_machine_for_long(machine):
     from hypothesis.stateful import run_state_machine_as_test
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvd.cache.events import BlockOrigin, BlockRemoved, BlocksPinned, BlockStored, BlocksUnpinned, BlocksUsed
 from kvd.cache.hashing import Namespace, block_hash
-from kvd.cache.manager import CacheManager, PinCapacityError, PinNotReadyError, PinTooShortError
+from kvd.cache.manager import CacheManager, LruPolicy, PinCapacityError, PinNotReadyError, PinTooShortError
 from kvd.types import pack_tokens
 
 NAMESPACE = Namespace(b"fingerprint")
@@ -442,7 +442,7 @@ def test_a_lease_names_content_not_a_block():
 
 
 def test_another_policy_may_decide():
-    class MostUsedFirst:
+    class MostUsedFirst(LruPolicy):
         def priority(self, node):
             return -node.uses
 

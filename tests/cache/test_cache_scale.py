@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from kvd.cache.hashing import Namespace
-from kvd.cache.manager import CacheManager
+from kvd.cache.manager import CacheManager, LruPolicy
 from kvd.types import pack_tokens
 
 NAMESPACE = Namespace(b"f")
@@ -90,7 +90,7 @@ def test_the_eviction_order_costs_a_logarithm():
             comparisons += 1
             return float(self) < float(other)
 
-    class CountingLru:
+    class CountingLru(LruPolicy):
         def priority(self, node):
             return Priority(node.last_used)
 
