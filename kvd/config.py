@@ -147,6 +147,7 @@ class StorageConfig:
         "auto",
         "Blocks that are on disk and not in memory, when a request asks for them: `auto` (read where that was measured to be quicker than computing), `always`, `never`",
     )
+    cold_tier_timeout_s: float = key(10.0, "A load from disk that is not over after so long is given up, and its blocks are computed")
     recompute_budget_s: float = key(20.0, "Time for recomputing logged prefixes without bytes before READY (pins take rehydrate_timeout_s)")
 
     @property

@@ -2,7 +2,8 @@
 
 A thread of its own reads and checks blocks into staging memory of its own; the engine thread hands what is there to the executor's queue between two steps, and
 tells the scheduler through the inbox when it is in the pool. Loads are read one after the other, in the order in which they were asked for, and end in that order. A
-block that fails its checks ends its load with what was good before it; its bytes leave the disk.
+block that fails its checks ends its load with what was good before it; its bytes leave the disk. A load that takes longer than ``timeout_s`` is given up, whatever the disk
+does then: the reader writes to staging memory alone, so nobody has to wait for it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ NO_STORE = "no_store"
 STORE_FAULT = "store_fault"
 LEFT_MEMORY = "parent_failed"
 EXECUTOR = "executor"
+TIMEOUT = "timeout"
 
 
 @dataclass(slots=True)
@@ -44,10 +46,11 @@ class _Load:
     load_id: int
     targets: Sequence[LoadTarget]
     asked_s: float
-    began_s: float = 0.0
+    began_s: float
     num_copied: int = 0
     error: str = ""
     """Of a copy into the pool: nothing behind it counts, though it was read."""
+    is_given_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ class ColdTier:
         inbox: StorageInbox,
         clock: Clock,
         log: Log,
+        timeout_s: float,
     ) -> None:
         self._index = index
         self._store = store
@@ -106,13 +110,16 @@ class ColdTier:
         self._inbox = inbox
         self._clock = clock
         self._log = log
+        self._timeout_s = timeout_s
         self._wake = threading.Condition()
         self._loads: deque[_Load] = deque()
+        self._reading: _Load | None = None
         self._stopping = False
         self._in_fault = False
         self._batches: deque[_Batch] = deque()
         self._copies: deque[_Copy] = deque()
-        self._num_under_way = self._num_blocks_under_way = 0
+        self._open: deque[_Load] = deque()
+        self._num_blocks_under_way = 0
         self._counts: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._load_s_total = self._load_s_max = 0.0
@@ -138,6 +145,9 @@ class ColdTier:
     def lookup(self, namespace: Namespace, parent_hash: BlockHash, blocks: Sequence[bytes]) -> Sequence[int]:
         """The uses of each block, from the first on, that is on disk and quicker loaded than computed; O(blocks)."""
         self._counts["lookups"] += 1
+        reading = self._reading
+        if reading is not None and reading.is_given_up:
+            return ()  # the disk hangs
         nodes, root = self._index.nodes, namespace.root
         uses: list[int] = []
         for tokens in blocks:
@@ -158,15 +168,17 @@ class ColdTier:
     def start_load(self, load_id: int, namespace: Namespace, targets: Sequence[LoadTarget]) -> None:  # noqa: ARG002 (the port's)
         """Read ``targets`` into the pool; ``LoadDone`` comes through the inbox."""
         self._counts["loads"] += 1
-        self._num_under_way += 1
         self._num_blocks_under_way += len(targets)
+        now_s = self._clock.monotonic()
+        load = _Load(load_id, targets, asked_s=now_s, began_s=now_s)
+        self._open.append(load)
         with self._wake:
-            self._loads.append(_Load(load_id, targets, self._clock.monotonic()))
+            self._loads.append(load)
             self._wake.notify_all()
 
     def idle_delay_s(self) -> float:
         """Seconds after which ``poll`` has something to do."""
-        return POLL_S if self._num_under_way else IDLE_S
+        return POLL_S if self._open else IDLE_S
 
     def poll(self) -> None:
         """Hand over what was read, and tell of what has arrived. Never waits."""
@@ -174,6 +186,11 @@ class ColdTier:
             self._begin_copy(self._batches.popleft())
         while self._copies and all(ticket.done() for ticket in self._copies[0].tickets):
             self._finish_copy(self._copies.popleft())
+        while self._open and self._clock.monotonic() - self._open[0].asked_s >= self._timeout_s:
+            load = self._open[0]
+            load.is_given_up = True
+            load.error = TIMEOUT
+            self._end(load, TIMEOUT)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """A step has computed so many tokens of prompts."""
@@ -225,12 +242,16 @@ class ColdTier:
             self._wake.notify_all()
         if not load.error:
             load.num_copied += copy.num_blocks
-        if not batch.is_last:
-            return
+        if batch.is_last and not load.is_given_up:
+            self._end(load, load.error or batch.error or LEFT_MEMORY)
+
+    def _end(self, load: _Load, why_not_all: str) -> None:
+        """Tell of the oldest load, whose first ``num_copied`` blocks are in the pool."""
+        oldest = self._open.popleft()
+        assert oldest is load, "loads end in the order in which they began"
         num_failed = len(load.targets) - load.num_copied
-        error = (load.error or batch.error or LEFT_MEMORY) if num_failed else ""
+        error = why_not_all if num_failed else ""
         seconds = self._clock.monotonic() - load.began_s
-        self._num_under_way -= 1
         self._num_blocks_under_way -= len(load.targets)
         self._counts["loaded_blocks"] += load.num_copied
         if error:
@@ -263,10 +284,10 @@ class ColdTier:
                 self._wake.wait_for(lambda: self._loads or self._stopping)
                 if self._stopping:
                     return
-                load = self._loads.popleft()
+                load = self._reading = self._loads.popleft()
             load.began_s = self._clock.monotonic()
             num_read, is_over = 0, False
-            while not is_over:
+            while not (is_over or load.is_given_up):
                 buffer = self._take_buffer()
                 if buffer is None:
                     return
@@ -275,6 +296,7 @@ class ColdTier:
                 num_read += num_good
                 is_over = num_good < len(wanted) or num_read == len(load.targets)
                 self._batches.append(_Batch(load, wanted[:num_good], buffer, is_over, error))
+            self._reading = None
 
     def _take_buffer(self) -> StagingBuffer | None:
         """A free buffer, as soon as there is one; None at the end."""

@@ -21,7 +21,9 @@ from kvd.types import KvGroup
 from kvd.wal.writer import WalWriter
 
 _NUM_STAGING_BUFFERS = 4
-_NUM_COLD_BUFFERS = 3
+_NUM_COLD_BUFFERS = 8
+_COLD_BUFFER_BYTES = 2 << 20
+"""Small, so that the first bytes of a load reach the pool while the next are read; all of them together are what is handed over between two steps."""
 _WAL_QUEUE_CAPACITY = 65536
 
 
@@ -113,6 +115,7 @@ def assemble(
     )
     cold_tier = None
     if config.cold_tier != "never":
+        buffer_bytes = min(_COLD_BUFFER_BYTES, config.checkpoint_bytes_per_step)
         cold_tier = ColdTier(
             index=recovered.index,
             store=store,
@@ -120,11 +123,12 @@ def assemble(
             wal=wal,
             cost=LoadCost(sum(group.row_bytes for group in groups), block_size_tokens, always=config.cold_tier == "always"),
             groups=groups,
-            staging=StagingPool(groups, buffer_bytes=config.checkpoint_bytes_per_step, num_buffers=_NUM_COLD_BUFFERS),
+            staging=StagingPool(groups, buffer_bytes=buffer_bytes, num_buffers=_NUM_COLD_BUFFERS),
             block_io=block_io,
             inbox=inbox,
             clock=clock,
             log=log,
+            timeout_s=config.cold_tier_timeout_s,
         )
     return Running(
         recovered=recovered,

@@ -250,6 +250,25 @@ def test_a_part_that_does_not_reach_the_pool_ends_the_load_with_the_parts_before
     world.stop()
 
 
+def test_a_disk_that_hangs_holds_nobody_up(tmp_path, arm):
+    world = cold_world(tmp_path, cold_tier_timeout_s=0.2, checkpoint_bytes_per_step=4 * ROW_BYTES)
+    tier = world.storage.cold_tier
+    arm("cold.before_read=sleep:0.6")
+    first = begin(world)
+    assert end(world, first) == LoadDone(1, 0, "timeout")
+    assert list(tier.lookup(world.namespace, world.namespace.root, blocks_of(PROMPT))) == [], "nothing is asked of a disk that hangs"
+    assert world.ask(PROMPT) == 0
+    rows = bytes(world.runner.memory)
+    world.until(lambda: tier._reading is None)
+    world.tick()
+    assert bytes(world.runner.memory) == rows, "what comes late is not used"
+    arm("")
+    forget_memory(world)
+    assert end(world, begin(world, load_id=3), 3).num_loaded == NUM_BLOCKS
+    assert world.ask(PROMPT) == 160
+    world.stop()
+
+
 def test_an_executor_that_fails_ends_the_load(tmp_path):
     world = cold_world(tmp_path)
     world.runner.write_blocks = None
