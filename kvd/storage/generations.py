@@ -115,7 +115,10 @@ class Generations:
             UnknownFormatError: the generation is of another format.
             StoreBlockedError, StoreDamagedError, OSError: not even a fresh one can be made.
         """
-        if self._is_new or not self._directory().is_dir():
+        directory = self._directory()
+        if self._is_new or not directory.is_dir():
+            if os.path.lexists(directory) and not self._is_new:
+                self.damage.append(f"{directory} is no folder")
             return self.create_fresh(now_unix_s)
         try:
             store = self._open_current()
@@ -191,7 +194,7 @@ class Generations:
             OSError: it is where it was.
         """
         directory = self._directory()
-        if not directory.exists():
+        if not os.path.lexists(directory):
             return
         self._remove_aside()
         failpoint("store.aside.before_rename")

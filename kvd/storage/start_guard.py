@@ -97,6 +97,6 @@ def _read(state_dir: Path) -> tuple[int, int]:
         fields = read_regular(state_dir / MARKER_NAME).split()
         return max(0, int(fields[0])), max(0, int(fields[2])) if len(fields) > 2 else 0
     except FileNotFoundError:
-        return 0, 0
+        return (1 if os.path.lexists(state_dir / MARKER_NAME) else 0), 0  # a dangling link is no marker
     except (OSError, ValueError, IndexError):
         return 1, 0

@@ -110,7 +110,7 @@ def _end(view: memoryview, offset: int, salt: int, seal: PayloadSeal | None, las
     used = offset + len(bytes(rest).rstrip(b"\0"))
     if used == offset:
         return SegmentEnd.CLEAN
-    has_more, start = False, offset + ALIGNMENT
+    next_valid, start = 0, offset + ALIGNMENT
     while start < used:
         try:
             _, _, after = decode_record(view, start, salt, seal)
@@ -119,13 +119,16 @@ def _end(view: memoryview, offset: int, salt: int, seal: PayloadSeal | None, las
             continue
         if synced_lsn(view, start) > last_lsn:
             return SegmentEnd.DAMAGED
-        has_more, start = True, after
-    return SegmentEnd.DAMAGED if has_more and not _lacks_sector(view, offset) else SegmentEnd.TORN
+        next_valid, start = next_valid or start, after
+    return SegmentEnd.DAMAGED if next_valid and not _lacks_sector(view, offset, next_valid) else SegmentEnd.TORN
 
 
-def _lacks_sector(view: memoryview, offset: int) -> bool:
-    """Whether a sector under the invalid record at ``offset`` was not written since the segment was made: a power cut leaves zeros, other damage does not."""
-    first, last = offset // _SECTOR_BYTES, (record_extent(view, offset) - 1) // _SECTOR_BYTES
+def _lacks_sector(view: memoryview, offset: int, next_valid: int) -> bool:
+    """Whether a sector under the invalid record at ``offset`` was not written since the segment was made: a power cut leaves zeros, other damage does not.
+
+    The record ends before the next valid one, whatever a flipped length says.
+    """
+    first, last = offset // _SECTOR_BYTES, (min(record_extent(view, offset), next_valid) - 1) // _SECTOR_BYTES
     return any(not any(view[max(offset, sector * _SECTOR_BYTES) : (sector + 1) * _SECTOR_BYTES]) for sector in range(first, last + 1))
 
 

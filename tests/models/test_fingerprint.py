@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.executor.models import fingerprint as fingerprint_module
-from kvd.executor.models.fingerprint import encode_field, fingerprint
+from kvd.executor.models.fingerprint import _check_of, _read_cache, encode_field, fingerprint
 from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec, RopeType, UnsupportedModelError, WeightsError, fit_length
 
 SPEC = ModelSpec(
@@ -121,11 +121,27 @@ def test_a_settled_file_is_hashed_once(model: Path, tmp_path: Path) -> None:
     ((key, _),) = content["sha256"].items()
     # A planted digest shows that the second run believes the cache and does not read the file.
     content["sha256"][key] = "00" * 32
+    content["check"] = _check_of(content["sha256"])
     cache.write_text(json.dumps(content))
     assert fingerprint(model, SPEC, **SETTINGS, cache_file=cache, now_ns=later) != digest
     # A touched file is another file.
     os.utime(model / "model.safetensors", ns=(1, 1))
     assert fingerprint(model, SPEC, **SETTINGS, cache_file=cache, now_ns=later) == digest
+
+
+def test_no_flipped_bit_and_no_cut_of_the_cache_makes_another_fingerprint(model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "fingerprints.json"
+    fingerprint(model, SPEC, **SETTINGS, cache_file=cache, now_ns=later)
+    content, known = cache.read_bytes(), _read_cache(cache)
+    assert known
+    for length in range(len(content)):
+        cache.write_bytes(content[:length])
+        assert _read_cache(cache) == {}
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        cache.write_bytes(flipped)
+        assert _read_cache(cache) in ({}, known)
 
 
 def test_a_file_changed_a_moment_ago_is_not_remembered(model: Path, tmp_path: Path) -> None:
@@ -173,7 +189,8 @@ def test_a_cache_that_cannot_be_written_is_no_error(model: Path, tmp_path: Path)
 
 def test_the_cache_is_bounded(model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "fingerprints.json"
-    cache.write_text(json.dumps({"version": 1, "sha256": {f"1:{inode}:1:1:1": "11" * 32 for inode in range(2000)}}))
+    digests = {f"1:{inode}:1:1:1": "11" * 32 for inode in range(2000)}
+    cache.write_text(json.dumps({"version": 2, "sha256": digests, "check": _check_of(digests)}))
     fingerprint(model, SPEC, **SETTINGS, cache_file=cache, now_ns=later)
     kept = json.loads(cache.read_text())["sha256"]
     assert len(kept) == 512

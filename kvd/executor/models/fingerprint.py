@@ -24,7 +24,7 @@ KV_FORMAT_VERSION = 1
 """Raised whenever the meaning of a block's bytes changes in a way that no other field shows."""
 
 _DOMAIN = "kvd.kv-fingerprint"
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 _MAX_CACHED_FILES = 512
 _SETTLED_NS = 2_000_000_000
 """A file touched more recently may change again within its time stamp's tick: it is hashed anew next time."""
@@ -159,9 +159,17 @@ def _read_cache(path: Path) -> dict[str, str]:
         content = json.loads(path.read_bytes())
         if content["version"] != _CACHE_VERSION:
             return {}
-        return {str(key): value for key, value in content["sha256"].items() if len(bytes.fromhex(value)) == hashlib.sha256().digest_size}
+        digests = content["sha256"]
+        if content["check"] != _check_of(digests):
+            return {}
+        return {str(key): value for key, value in digests.items() if len(bytes.fromhex(value)) == hashlib.sha256().digest_size}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
+
+
+def _check_of(digests: dict[str, str]) -> str:
+    """A digest over the digests: a flipped bit in one would stand for other weights, and everything on disk would be another model's."""
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def _write_cache(path: Path, digests: dict[str, str]) -> None:
@@ -169,7 +177,7 @@ def _write_cache(path: Path, digests: dict[str, str]) -> None:
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with open(fd, "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
-            json.dump({"version": _CACHE_VERSION, "sha256": digests}, file, indent=1)
+            json.dump({"version": _CACHE_VERSION, "sha256": digests, "check": _check_of(digests)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
