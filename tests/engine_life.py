@@ -100,6 +100,8 @@ class Life:
             store.lease(rng.choice(list(store.blocks)))
         if rng.random() < 0.3:
             store.end_lease()
+        if world.disk is not None and not self.is_stuck and rng.random() < 0.4:
+            world.disk.fail() if error else world.disk.read(rng.randint(1, 3))
         store.idle_delay = rng.choice((0.002, 0.1, 5.0))
 
 
@@ -120,6 +122,7 @@ def make_world(rng, **options):
         max_choices=3,
         stall_timeout_s=rng.choice((0.5, 5.0)),
         max_stalled=rng.choice((2, 20)),
+        disk=rng.random() < 0.7,
         **options,
     )
 

@@ -11,6 +11,7 @@ from collections import deque
 from functools import lru_cache
 
 from engine_client import BLOCK, POISON, Client
+from engine_disk import FakeDisk
 
 from kvd.cache.events import BlockRemoved, BlockStored
 from kvd.cache.hashing import Namespace
@@ -117,6 +118,7 @@ class FakeStore:
         self.leases = []
         self.checkpoints = []
         self.idle_delay = 0.1
+        self.prefills = []
         self.step = 0
         self.queue_depth = 0
 
@@ -128,9 +130,13 @@ class FakeStore:
                 before = self.prefixes[event.parent_hash] if event.depth else b""
                 self.prefixes[event.block_hash] = before + event.token_ids
                 self.blocks[event.block_hash] = event.block_id
+                if self.world.disk is not None:
+                    self.world.disk.keep(event, block_content(self.prefixes[event.block_hash]))
             elif isinstance(event, BlockRemoved):
                 assert self.blocks.pop(event.block_hash) == event.block_id
         self.check_bytes(event.block_hash for event in events if isinstance(event, BlockStored))
+        if self.world.disk is not None:
+            self.world.disk.poll()
 
     def check_bytes(self, block_hashes):
         content = bytearray(self.world.runner.groups()[0].row_bytes)
@@ -161,8 +167,7 @@ class FakeStore:
         self.queue_depth = num_waiting
 
     def note_prefill(self, num_tokens, seconds):
-        assert num_tokens >= 0
-        assert seconds >= 0
+        self.prefills.append((num_tokens, seconds))
 
     def idle_delay_s(self):
         return self.idle_delay
@@ -178,8 +183,9 @@ class FakeStore:
 
 
 class _Ticket:
-    def __init__(self, step):
+    def __init__(self, step, work):
         self.step = step
+        self.work = work
         self.output = None
 
     def done(self):
@@ -208,7 +214,7 @@ class SyncExecutor:
         if step.step == self.fail_submit_at:
             self.is_dead = True
             raise RuntimeError("injected: the queue refuses")
-        ticket = _Ticket(step)
+        ticket = _Ticket(step, lambda: self.runner.execute(step))
         self.queue.append(ticket)
         self.in_flight.append(ticket)
         assert len(self.in_flight) <= self.max_in_flight, "more steps in flight than allowed"
@@ -225,10 +231,17 @@ class SyncExecutor:
         self._execute(ticket)
         return ticket.output
 
+    def copy_in(self, group, block_ids, memory):
+        """Behind the steps that were handed over before."""
+        assert not self.is_dead, "the executor is used after it failed"
+        ticket = _Ticket(None, lambda: self.runner.write_blocks(group, block_ids, memory) or memory)
+        self.queue.append(ticket)
+        return ticket
+
     def _execute(self, last):
         while last.output is None:
             ticket = self.queue.popleft()
-            ticket.output = self.runner.execute(ticket.step)
+            ticket.output = ticket.work()
 
 
 class _Inbox:
@@ -271,13 +284,17 @@ class World:
         recipes=(),
         make_executor=None,
         log_steps=False,
+        disk=False,
         **scheduler,
     ):
         self.clock = FakeClock()
         self.runner = FakeRunner(num_blocks, BLOCK, max_rows=scheduler.get("max_running", 64), poison_token_id=POISON)
         self.cache = CacheManager(num_blocks=num_blocks, block_size_tokens=BLOCK, max_pinned_fraction=max_pinned_fraction)
         self.config = SchedulerConfig(**scheduler)
-        self.scheduler = Scheduler(self.config, self.cache, self.clock, namespace_of=namespace_of, max_model_len=max_model_len)
+        self.disk = FakeDisk(self) if disk else None
+        self.scheduler = Scheduler(
+            self.config, self.cache, self.clock, namespace_of=namespace_of, max_model_len=max_model_len, cold_tier=self.disk
+        )
         self.inbox = _Inbox(self)
         self.outbox = InprocOutbox()
         self.client = Client(self, max_model_len)
@@ -363,6 +380,13 @@ class World:
         if self.woken:
             self.has_slept = False
 
+    def executor_is_idle(self, ticket):
+        """Whether no step is in flight; then a lazy executor has got to the copy ``ticket`` too."""
+        if not isinstance(self.executor, SyncExecutor) or self.executor.in_flight or self.executor.is_dead:
+            return False
+        self.executor._execute(ticket)
+        return True
+
     def on_submit(self, step):
         assert not self.has_slept, "the loop slept though a step could run"
 
@@ -379,8 +403,9 @@ class World:
         self.has_slept = False
         if state is State.READY:
             assert self.states.count(State.READY) == 1
-            held, reasons = self.cache.pins(), {entry["name"]: entry["reason"] for entry in self.pins.report()}
-            missing = [name for name in self.start_recipes if name not in held and not reasons[name]]
+            held, reasons = self.cache.pins(), {entry["name"]: entry["reason"] for entry in self.pins.report(self.clock.unix())}
+            due = [name for name, each in self.start_recipes.items() if not each.has_expired(self.clock.unix())]
+            missing = [name for name in due if name not in held and not reasons[name]]
             assert not missing or self.clock.now_s >= self._work.pins_deadline_s, f"READY without {missing}"
         if state is State.DRAINING:
             assert self.states.count(State.DRAINING) == 1
@@ -392,6 +417,8 @@ class World:
             assert is_late or not self.client.open_ops(), "an operation has no answer"
         while self.store.leases:
             self.store.end_lease()
+        if self.disk is not None:
+            self.disk.end_all()
         self.scheduler.check_invariants()
         assert not self.scheduler.has_work()
         assert self.cache.num_used == 0

@@ -458,3 +458,43 @@ def test_steps_are_logged_when_asked_for():
     assert [(line["step"], line["running"], line["num_tokens"]) for line in steps] == [(1, 1, len(PROMPT)), (2, 1, 1), (3, 1, 1)]
     assert all(line["blocks_used"] + line["blocks_cached"] + line["blocks_free"] == 64 for line in steps)
     assert steps[0]["blocks_shared"] == 0
+
+
+# ----------------------------------------------------------------------------------------------- cold tier
+
+
+@pytest.mark.parametrize(("max_steps_in_flight", "is_lazy"), [(1, False), (2, True)])
+def test_storage_is_told_how_long_prompts_take(max_steps_in_flight, is_lazy):
+    def life(world):
+        collect = world.executor.collect
+
+        def slow(ticket):
+            world.clock.now_s += 0.5
+            return collect(ticket)
+
+        world.executor.collect = slow
+        yield from world.ready()
+        yield from world.over(world.submit(PROMPT, max_tokens=6))
+
+    world = ends(life, max_steps_in_flight=max_steps_in_flight, is_lazy=is_lazy, max_tokens_per_step=32)
+    told = world.store.prefills
+    assert [num_tokens for num_tokens, _ in told if num_tokens] == [32, len(PROMPT) - 32]
+    assert all(0.5 <= seconds < 0.6 for _, seconds in told), "each step's own time, also with two in flight"
+
+
+def test_a_prefix_that_left_memory_is_read_while_others_run():
+    def life(world):
+        yield from world.ready()
+        yield from world.over(world.submit(PROMPT, max_tokens=2))
+        yield
+        world.cache._blocks.evict(world.cache.num_blocks)
+        yield
+        again, other = world.submit(PROMPT, max_tokens=4), world.submit(PROMPT[::-1], max_tokens=4)
+        yield from world.over(other)
+        assert world.client.requests[again].terminal is None
+        world.disk.read(100)
+        yield from world.over(again)
+        usage = world.client.requests[again].terminal.usage
+        assert (usage.cached_tokens, usage.restored_tokens) == (48, 48)
+
+    ends(life, disk=True)

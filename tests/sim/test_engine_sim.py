@@ -59,6 +59,7 @@ def test_the_executors_thread_changes_nothing(rng):
 def test_the_lives_see_what_they_are_for():
     """Every kind of end, and the rare turns of the scheduler, come about in the lives above."""
     ends, answers, num_preemptions, num_replanned = Counter(), Counter(), 0, 0
+    num_loads = num_failed_loads = 0
     for seed in range(60):
         rng = random.Random(seed)
         world = make_world(rng)
@@ -67,7 +68,11 @@ def test_the_lives_see_what_they_are_for():
         answers.update(getattr(answer, "code", type(world.client.ops[op_id]).__name__) for op_id, answer in world.client.answers.items())
         num_preemptions += world.scheduler.stats()["preemptions"]
         num_replanned += world.scheduler.stats()["replanned"]
+        num_loads += world.disk.num_ended if world.disk is not None else 0
+        num_failed_loads += world.scheduler.stats()["failed_loads"]
     assert {"done", "nonfinite_logits", "client_too_slow", "kv_capacity", "overloaded", "starting", "draining"} <= set(ends)
     assert {"PinPrefix", "Unpin", "CheckpointNow", "Query", "pin_capacity", "storage_error"} <= set(answers)
     assert num_preemptions > 10
     assert num_replanned > 0
+    assert num_loads > 50
+    assert num_failed_loads > 5
