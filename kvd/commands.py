@@ -125,6 +125,26 @@ class CheckpointDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadDone(msgspec.Struct, frozen=True, tag=True):
+class ForgetPrefixes(msgspec.Struct, frozen=True, tag=True):
+    """Forget everything of ``tenant`` (``tenant_salt`` None), of one of its salts, or what begins with the whole blocks of ``token_ids`` (empty: everything).
+
+    Answered by ``OpDone`` when it has left memory and disk for good.
+    """
+
+    op_id: bytes
+    tenant: str
+    tenant_salt: bytes | None = None
+    token_ids: bytes = b""
+
+
+class ForgetDone(msgspec.Struct, frozen=True, tag=True):
+    """From storage: what ``op_id`` asked to be forgotten has left the disk (``error`` empty), or it failed. ``num_blocks`` that storage knew."""
+
+    op_id: bytes
+    num_blocks: int = 0
+    error: str = ""
+
+
     """From storage: the load ``load_id`` is over. The bytes of its first ``num_loaded`` blocks are in the pool; the rest failed, ``error`` says why."""
 
     load_id: int
@@ -132,7 +152,7 @@ class LoadDone(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-Command = Submit | Abort | FinishChoice | Grant | PinPrefix | Unpin | Query | CheckpointNow | Drain | RecipeDurable | CheckpointDone | LoadDone
+Command = Submit | Abort | FinishChoice | Grant | PinPrefix | Unpin | ForgetPrefixes | Query | CheckpointNow | Drain | RecipeDurable | CheckpointDone | ForgetDone | LoadDone
 
 # ---------------------------------------------------------------------------------------------- engine to edge
 

@@ -29,6 +29,8 @@ from kvd.commands import (
     Drain,
     Event,
     FinishChoice,
+    ForgetDone,
+    ForgetPrefixes,
     Grant,
     LoadDone,
     OpDone,
@@ -44,6 +46,7 @@ from kvd.commands import (
     TokensOut,
     Unpin,
 )
+from kvd.engine.forgetting import Forgetting
 from kvd.engine.pins import Pins
 from kvd.engine.ports import CacheObserver, Clock, Executor, Inbox, Outbox, Ticket
 from kvd.engine.reports import Reports
@@ -139,6 +142,7 @@ class EngineLoop:
         self._recomputing: set[bytes] = set()
         self._checkpoints: set[bytes] = set()
         self._drain_requested = False
+        self._forgetting = Forgetting(scheduler=scheduler, pins=pins, observer=observer, block_size_tokens=cache.block_size_tokens)
         self._drain_deadline_s = 0.0
         self._next_snapshot_s = 0.0
         self._next_sample_s = 0.0
@@ -182,7 +186,7 @@ class EngineLoop:
     def _is_drained(self) -> bool:
         if self._state is not State.DRAINING or self._scheduler.has_work() or self._unsent:
             return False
-        return not (self._pins.has_open_operations or self._checkpoints) or self._clock.monotonic() >= self._drain_deadline_s
+        return not (self._pins.has_open_operations or self._checkpoints or self._forgetting.has_open_operations) or self._clock.monotonic() >= self._drain_deadline_s
 
     # -------------------------------------------------------------------------------- one round
 
@@ -285,10 +289,18 @@ class EngineLoop:
                 self._take(self._scheduler.abort(command.request_id))
             case Query():
                 self._unsent.append(self._answer(command))
-            case PinPrefix() | Unpin() if self._state is not State.READY:
+            case PinPrefix() | Unpin() | ForgetPrefixes() if self._state is not State.READY:
                 self._unsent.append(OpFailed(command.op_id, *self._not_ready()))
             case PinPrefix():
-                self._take(self._pins.pin(command))
+                refusal = self._forgetting.refuse_pin(command.op_id, command.recipe.tenant_salt, command.recipe.token_ids)
+                self._take([refusal] if refusal is not None else self._pins.pin(command))
+            case ForgetPrefixes():
+                self._observe()
+                events, own = self._forgetting.begin(command)
+                self._take(events)
+                self._unsent += own
+            case ForgetDone():
+                self._unsent += self._forgetting.on_done(command)
             case Unpin():
                 self._unsent += self._pins.unpin(command)
             case CheckpointNow():

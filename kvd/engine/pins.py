@@ -22,7 +22,7 @@ from typing import Any
 from kvd.cache.events import BlockOrigin
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager, PinCapacityError, PinNotReadyError
-from kvd.cache.tenants import pin_label
+from kvd.cache.tenants import Selection, pin_label
 from kvd.commands import (
     CheckpointDone,
     Event,
@@ -51,7 +51,11 @@ class _Pending:
     recipe: Recipe
     num_blocks: int
     is_superseded: bool = False
-    """Its name was unpinned or pinned anew before the start had computed it."""
+    """Its name was unpinned or pinned anew before the start had computed it, or its prefix was forgotten."""
+
+
+def _is_in(selection: Selection, pending: _Pending) -> bool:
+    return selection.holds(pending.recipe.tenant_salt, pending.recipe.token_ids)
 
 
 class Pins:
@@ -103,6 +107,41 @@ class Pins:
         self._unpinning[command.op_id] = command.name
         self._recipes.remove(command.op_id, command.name)
         return []
+    def expire(self, now_unix_s: float) -> None:
+        """End the pins whose time is over as ``unpin`` would. Called about once a second; a removal that the disk refused is tried again later."""
+        if self._num_rounds_to_skip:
+            self._num_rounds_to_skip -= 1
+            return
+        for name, recipe in self._recipes.recipes().items():
+            if recipe.has_expired(now_unix_s):
+                op_id = os.urandom(16)
+                self._expiring.add(op_id)
+                self._remove(op_id, name)
+
+    def forget(self, selection: Selection) -> tuple[dict[str, Recipe], list[bytes], list[Event]]:
+        """A selection is being forgotten: its recipes, the requests that compute pins of it, and the answers to those who wait for one.
+
+        The blocks are still held: the cache lets go of them when it forgets.
+        """
+        held = self._cache.pins()
+        recipes = {
+            name: recipe
+            for name, recipe in self._recipes.recipes().items()
+            if selection.holds(recipe.tenant_salt, recipe.token_ids)
+            or (name in held and selection.holds(held[name].namespace.tenant_salt, held[name].token_ids))
+        }
+        computing = [key for key, each in self._computing.items() if _is_in(selection, each) and not each.is_superseded]
+        events: list[Event] = []
+        for stage in (self._computing, self._recording, self._persisting):
+            for key in [key for key, each in stage.items() if _is_in(selection, each) and not each.is_superseded]:
+                pending = stage[key]
+                pending.is_superseded = True
+                if pending.op_id:
+                    events.append(OpFailed(pending.op_id, ErrorCode.NOT_FOUND, "the prefix was forgotten meanwhile"))
+        for name in recipes:
+            self._not_held.pop(name, None)
+        return recipes, computing, events
+
 
     def restore(self, recipes: dict[str, Recipe], not_computed: Mapping[str, str] = _NOTHING) -> list[Event]:
         """Hold every recipe's prefix again at start; computes what rehydration did not bring back. Highest priority first.
@@ -168,7 +207,7 @@ class Pins:
     def on_checkpoint_done(self, command: CheckpointDone) -> list[Event] | None:
         """The acknowledgement, or None if the checkpoint was not a pin's."""
         pending = self._persisting.pop(command.op_id, None)
-        if pending is None:
+        if pending is None or pending.is_superseded:
             return None
         return [
             OpDone(
@@ -176,6 +215,8 @@ class Pins:
                 {
                     "name": pending.recipe.name,
                     "tokens": pending.num_blocks * self._cache.block_size_tokens,
+        if pending.is_superseded:
+            return []
                     "blocks": pending.num_blocks,
                     "durable": "recipe" if command.error else "recipe+bytes",
                 },

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvd.cache.events import CacheEvent
+from kvd.cache.tenants import Selection
 from kvd.commands import Command, Event, Recipe
 from kvd.step import ExecutorOutput, SchedulerOutput
 from kvd.types import BlockHash
@@ -60,6 +61,9 @@ class CacheObserver(Protocol):
 
     def checkpoint_now(self, op_id: bytes) -> None:
         """Persist every hot block; ``CheckpointDone`` comes through the inbox."""
+
+    def forget(self, op_id: bytes, selection: Selection, pins: dict[str, Recipe]) -> None:
+        """Have a selection, which has left memory, leave the disk, and ``pins``, which are in it; ``ForgetDone`` comes through the inbox."""
 
     def block_on_disk(self, block_hash: BlockHash) -> tuple[bool, float]:
         """Whether a block's bytes are on disk, and when a request last used it (seconds since the epoch, 0 if unknown)."""

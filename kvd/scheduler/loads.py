@@ -40,7 +40,8 @@ class Loads:
 
         Blocks for all of the sequence and the next one of each who runs must be there, as for its admission: a load takes none that they need.
         """
-        if self._cold_tier is None or sequence.has_asked_disk or sequence.request.has_failed_load:
+        request = sequence.request
+        if self._cold_tier is None or sequence.has_asked_disk or request.has_failed_load or request.is_private:
             return
         cache, nodes = self._cache, match.nodes
         num_matched = len(nodes)

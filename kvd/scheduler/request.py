@@ -36,6 +36,7 @@ class Request:
         "has_used_cache",
         "is_internal",
         "is_over",
+        "is_private",
         "limit_tokens",
         "namespace",
         "num_preemptions",
@@ -89,6 +90,8 @@ class Request:
         self.num_preemptions = 0
         self.ended_choices: set[int] = set()
         self.is_over = False
+        self.is_private = False
+        """What it computes is not to be remembered: it was forgotten while the request lived."""
         self.sequences: list[Sequence] = [Sequence(self, 0, bytearray(command.token_ids), command.num_choices)]
 
     @property

@@ -115,7 +115,11 @@ class Roster:
 
     def withdraw(self, nodes: list[Node]) -> list[Sequence]:
         """These nodes will not be filled; those who waited for them are planned anew, and are returned."""
-        followers = [self._seats[table] for table in self._cache.fail_fill(nodes)]
+        return self.replan(self._cache.fail_fill(nodes))
+
+    def replan(self, tables: Iterable[BlockTable]) -> list[Sequence]:
+        """What these tables waited for will not come: their sequences are planned anew, and are returned."""
+        followers = [self._seats[table] for table in tables]
         for sequence in followers:
             self.num_replanned += 1
             self.retire(sequence, Leaving.REPLANNED)

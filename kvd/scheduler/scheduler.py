@@ -14,6 +14,7 @@ from collections.abc import Callable
 from kvd.cache.events import BlockOrigin
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import BlockTable, CacheManager, CopyOnWrite, Node
+from kvd.cache.tenants import Selection
 from kvd.commands import Event, RequestFailed, Submit
 from kvd.config import SchedulerConfig
 from kvd.scheduler.admission import clamp_max_tokens, refuse
@@ -52,7 +53,7 @@ class Scheduler:
         self._clock = clock
         self._namespace_of = namespace_of
         self._max_model_len = max_model_len
-        self._roster = Roster(cache, config.max_running)
+        self._roster = Roster(cache, clock, config.max_running)
         self._loads = Loads(cache, self._roster, cold_tier, int(cache.num_blocks * config.max_loading_fraction))
         self._counters: Counter[str] = Counter()
         self._endings = Endings(self._roster, clock, self._counters)
@@ -156,6 +157,22 @@ class Scheduler:
         for request in list(self._requests.values()):
             self._endings.fail(request, code, message, retry_after_s)
         return self._settle()
+
+    def forget(self, selection: Selection) -> tuple[int, list[Event]]:
+        """Everything of a selection leaves the cache at once; the requests that are in it, or may grow into it, go on and leave nothing behind.
+
+        Returns how many blocks left, and the events.
+        """
+        for request in self._requests.values():
+            salt = request.namespace.tenant_salt
+            if any(selection.may_hold(salt, sequence.tokens) for sequence in request.sequences):
+                request.is_private = True
+                for sequence in request.sequences:
+                    if sequence.table is not None:
+                        sequence.table.is_private = True
+        num_blocks, affected = self._cache.forget(selection)
+        self._roster.replan(affected)
+        return num_blocks, self._settle()
 
     def finish_choice(self, request_id: bytes, choice: int) -> list[Event]:
         """The edge wants no more of this choice; nothing if it is unknown, over, or without a token yet."""
@@ -326,6 +343,7 @@ class Scheduler:
                 origin=request.origin,
                 counts_use=not (request.is_internal or request.has_used_cache),
                 reserve_blocks=len(roster.running),  # one for the next block of each who runs, lest it preempt the newcomer at once
+                is_private=request.is_private,
             )
             if table is None:
                 if self._preempt_stalled():

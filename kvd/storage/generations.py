@@ -187,6 +187,28 @@ class Generations:
         shutil.rmtree(replaced, ignore_errors=True)
         return self._open_current()
 
+    def rewritten(self, old: Store, commit_bytes: int, now_unix_s: int) -> Store | None:
+        """All of ``old``'s rows in a new generation in its place, as ``rebuilt``; None where there is no room for both: ``old`` stands."""
+        needed = old.used_bytes
+        if old.file_bytes + needed > self._map_bytes + self._max_aside_bytes or not old.disk_has_room(needed):
+            return None
+        try:
+            return self.rebuilt(old, lambda fresh: old.copy_rows(fresh, commit_bytes), now_unix_s)
+        except StoreFullError:
+            return None
+
+    def replaced_by_empty(self, old: Store, now_unix_s: int) -> Store:
+        """An empty generation in the place of ``old``, which is closed and removed.
+
+        Raises:
+            StoreBlockedError, StoreDamagedError, OSError: there is none yet.
+        """
+        old.close()
+        self._remove_aside()
+        store = self.create_fresh(now_unix_s)
+        self._remove_aside()
+        return store
+
     def set_aside(self) -> None:
         """Take the current generation, closed or never opened, out of use.
 

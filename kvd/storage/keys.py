@@ -303,6 +303,11 @@ class KeyRing:
     def num_tenants(self) -> int:
         return len(self._by_tenant)
 
+    def tenants(self) -> list[bytes]:
+        """The salts of the tenants that have a key."""
+        with self._lock:
+            return [tenant for tenant in self._by_tenant if tenant is not None]
+
     # -------------------------------------------------------------------------------- sealing
 
     def for_sealing(self, tenant: bytes | None, num_values: int = 1) -> tuple[DataKey, list[bytes]]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from kvd.cache.hashing import Namespace, block_hash
 from kvd.storage import schema
 from kvd.storage.codec import PLAIN, Codec
+from kvd.storage.forget_intent import Mark
 from kvd.storage.schema import NodeRow
 from kvd.types import TOKEN_BYTES, BlockHash, BlockId, KvGroup
 from kvd.wal.record import Forget, Insert, Pin, Record, Unpin
@@ -352,6 +353,45 @@ class NodeIndex:
             del self.namespaces[root]
             self.dirty_namespaces.add(root)
         return len(nodes)
+
+    def forget(self, mark: Mark) -> list[IndexNode]:
+        """Mark everything that the mark holds for removal, its pins too; the nodes.
+
+        Of a prefix: its last block, what is below, and those above that nothing else hangs on, neither another prefix nor a pin.
+        """
+        roots = {root for root, namespace in self.namespaces.items() if mark.has_salt(namespace.tenant_salt)}
+        nodes = sorted((node for node in self.nodes.values() if node.root in roots), key=lambda node: node.depth)
+        if mark.chains:
+            nodes = self._below(nodes, mark.chains)
+        gone = {node.block_hash for node in nodes}
+        for name in [name for name, leaf in self.pins.items() if leaf in gone]:
+            self.unpin(name)
+        for node in sorted(nodes, key=lambda each: -each.depth):
+            self._remove(node)
+        live = {node.root for node in self.nodes.values()}
+        for root in roots - live:
+            del self.namespaces[root]
+            self.dirty_namespaces.add(root)
+        return nodes
+
+    def _below(self, nodes: list[IndexNode], chains: Iterable[Sequence[bytes]]) -> list[IndexNode]:
+        ends = {chain[-1] for chain in chains}
+        chosen: dict[bytes, IndexNode] = {}
+        for node in nodes:
+            if node.block_hash in ends or (node.parent is not None and node.parent.block_hash in chosen):
+                chosen[node.block_hash] = node
+        for chain in chains:
+            num_chosen_children = 0
+            for key in reversed(chain):
+                above = self.nodes.get(BlockHash(key))
+                if above is None:
+                    continue
+                if key not in chosen:
+                    if above.num_children > num_chosen_children or above.num_pins:
+                        break
+                    chosen[key] = above
+                num_chosen_children = 1
+        return list(chosen.values())
 
     def _is_expendable(self, node: IndexNode) -> bool:
         return not (node.num_children or node.is_resident or node.stored_bytes or node.num_pins or node.queued)

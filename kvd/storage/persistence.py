@@ -18,12 +18,14 @@ import structlog
 
 from kvd.cache.events import CacheEvent
 from kvd.cache.hashing import Namespace
+from kvd.cache.tenants import Selection
 from kvd.commands import CheckpointDone, Recipe, Submit
 from kvd.config import StorageConfig
 from kvd.storage.budget import plan_budget, quarantine_max_bytes, recipes_max_bytes
 from kvd.storage.cold_tier import ColdTier
 from kvd.storage.copy_out import IDLE_S, POLL_S
 from kvd.storage.encryption import Encryption, master_key_of, open_encryption
+from kvd.storage.forgetting import Forgetting
 from kvd.storage.keys import KeyRing
 from kvd.storage.lock import StateLock
 from kvd.storage.node_index import IndexNode
@@ -62,6 +64,7 @@ class Storage:
         self._stable_timer: threading.Timer | None = None
         self._is_ready = False
         self._pin_chains: list[tuple[str, list[BlockHash]]] = []
+        self._forgetting: Forgetting | None = None
 
     # -------------------------------------------------------------------------------- start
 
@@ -94,6 +97,11 @@ class Storage:
     def keys(self) -> KeyRing | None:
         """The encryption keys of the tenants; None: what is stored stands in clear."""
         return self._encryption.ring
+
+    @property
+    def running(self) -> Running | None:
+        """What works on the store's behalf; None where nothing is persisted."""
+        return self._running
 
     @property
     def fingerprint_cache(self) -> Path:
@@ -142,6 +150,16 @@ class Storage:
         )
         with contextlib.suppress(OSError):  # on a disk that can't be written
             bound(self._config.state_dir / QUARANTINE_NAME, quarantine_max_bytes(total_bytes))
+        block_bytes = block_size_tokens * TOKEN_BYTES
+        forgetting = self._forgetting = Forgetting(
+            self._config.state_dir,
+            self,
+            recipes=self._recipes,
+            inbox=inbox,
+            log=self._log,
+            fingerprint=namespace_fingerprint,
+            block_bytes=block_bytes,
+        )
         if not self._config.persist:
             return
         budget = plan_budget(self._config, self._groups, codec, recipes_bytes=self._recipes.file_bytes)
@@ -154,9 +172,12 @@ class Storage:
             uses_half_life_s=self._config.uses_half_life_s,
             codec=codec,
         )
+        for mark in forgetting.unfinished:
+            recovered.index.forget(mark)
         num_foreign = recovered.index.collect_namespaces(namespace_fingerprint)
-        recipes = self._recipes.recipes()
-        chains = adopt_recipes(recovered.index, recipes, namespace_fingerprint, block_size_tokens * TOKEN_BYTES)
+        now_unix_s = self._clock.unix()
+        recipes = {name: recipe for name, recipe in self._recipes.recipes().items() if not recipe.has_expired(now_unix_s)}
+        chains = adopt_recipes(recovered.index, recipes, namespace_fingerprint, block_bytes)
         if ring is not None and recovered.store is not None:
             self._drop_unused_keys(ring, recovered.index.namespaces.values(), recipes.values())
         names = [recipe.name for recipe in sorted(recipes.values(), key=lambda each: (-each.priority, each.created_unix_s))]
@@ -206,6 +227,7 @@ class Storage:
         running = self._running
         recompute_pins = not self._guard.skip_pins
         if running is None:
+            self._open_forgetting.start()
             names = tuple(self.recipe_book.recipes())
             return RehydrationReport(
                 pins_pending=names,
@@ -234,6 +256,7 @@ class Storage:
         if running.cold_tier is not None:
             running.cold_tier.start(loaded.num_bytes, time.monotonic() - started_s)
         running.is_started = True
+        self._open_forgetting.start()
         return RehydrationReport(
             num_blocks=loaded.num_blocks,
             num_tokens=loaded.num_tokens,
@@ -362,6 +385,15 @@ class Storage:
             error = "nothing is persisted (persist = false)" if running is None else "persistence has stopped"
             self._inbox.put_internal(CheckpointDone(op_id, error=error))
 
+    def forget(self, op_id: bytes, selection: Selection, pins: dict[str, Recipe]) -> None:
+        """Have a selection, which has left memory, leave the disk for good; ``ForgetDone`` comes through the inbox. ``pins`` are in it."""
+        self._open_forgetting.request(op_id, selection, pins)
+
+    @property
+    def _open_forgetting(self) -> Forgetting:
+        assert self._forgetting is not None, "open comes first"
+        return self._forgetting
+
     def block_on_disk(self, block_hash: BlockHash) -> tuple[bool, float]:
         """Whether a block's bytes are on disk, and when a request last used it (seconds since the epoch, 0 if unknown).
 
@@ -449,6 +481,8 @@ class Storage:
         """
         if self._stable_timer is not None:
             self._stable_timer.cancel()
+        if self._forgetting is not None:
+            self._forgetting.stop(_STOP_S)
         running = self._running
         if running is not None:
             if running.is_started:

@@ -22,6 +22,7 @@ from kvd.storage.fault_episode import FaultEpisode
 from kvd.storage.governor import Governor, HeldBy
 from kvd.storage.handover import Handover
 from kvd.storage.hot_blocks import HotBlocks
+from kvd.storage.node_forgetting import ForgetNodes, NodeForgetting
 from kvd.storage.node_index import IndexNode, NodeIndex
 from kvd.storage.operations import OnDone, Operations
 from kvd.storage.ports import Clock, Log, StorageInbox
@@ -102,6 +103,9 @@ class Planner:
         self.degraded_reason = ""
         self.last_checkpoint_s: float | None = None
         self.counters = Counters()
+        self._forgetting = NodeForgetting(
+            index, self._hot, self._operations, self._handover, wal, degraded=lambda: self.degraded_reason, on_begun=self._set_eager
+        )
         self._handle_own()
         self._thread = threading.Thread(target=self._run, name="kvd-planner", daemon=True)
 
@@ -236,6 +240,7 @@ class Planner:
         self.handle(Discarded, self._discarded)
         self.handle(Degraded, self._degraded)
         self.handle(Resumed, self._resumed)
+        self.handle(ForgetNodes, self._forgetting.take, self._forgetting.refuse)
         self.handle(_Returned, self._returned)
         self.handle(_Checkpoint, self._begin_operation, self._refuse_operation)
         self.handle(_Final, self._begin_final, lambda _: self.final_done.set())

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from kvd.cache.events import BlockOrigin
 from kvd.cache.hashing import Namespace
-from kvd.commands import CheckpointDone, LoadDone, RecipeDurable
+from kvd.commands import CheckpointDone, ForgetDone, LoadDone, RecipeDurable
 from kvd.types import BlockHash, BlockId, KvGroup
 
 __all__ = ["BlockIO", "Clock", "KvGroup", "Leases", "LoadTarget", "Log", "RehydrationCache", "StorageInbox", "Ticket"]
@@ -88,7 +88,7 @@ class RehydrationCache(Protocol):
 class StorageInbox(Protocol):
     """The engine's inbox: any thread may put, a put never blocks."""
 
-    def put_internal(self, command: RecipeDurable | CheckpointDone | LoadDone) -> None: ...
+    def put_internal(self, command: RecipeDurable | CheckpointDone | ForgetDone | LoadDone) -> None: ...
 
 
 class Clock(Protocol):

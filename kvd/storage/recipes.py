@@ -9,9 +9,12 @@ A write that fails takes back what it got done. Changes that arrive while a writ
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,6 +155,8 @@ class _Change:
     name: str
     recipe: Recipe | None
     must_sync: bool
+    on_done: Callable[[str], None] | None = None
+    """Told instead of the engine."""
 
 
 class RecipeStore:
@@ -233,6 +238,19 @@ class RecipeStore:
             self._pending.append(_Change(op_id, name, None, must_sync=must_sync))
             self._wake.notify_all()
 
+    def forget(self, takes: Callable[[Recipe], bool]) -> str:
+        """Remove the pins that ``takes`` takes, and every file that may hold one removed before; waits for it. Empty, or why not."""
+        done: queue.SimpleQueue[str] = queue.SimpleQueue()
+        with self._wake:
+            names = [name for name, recipe in _changed(self._durable, self._pending).items() if takes(recipe)]
+            self._pending += [_Change(b"", name, None, must_sync=True, on_done=lambda _: None) for name in names]
+            self._pending.append(_Change(b"", "", None, must_sync=True, on_done=done.put))
+            self._wake.notify_all()
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                return done.get(timeout=1.0) or self.fault
+        return "the recipes' thread has ended"
+
     def close(self, timeout_s: float) -> bool:
         """Write what waits and end the thread; whether it ended in time."""
         with self._wake:
@@ -281,7 +299,10 @@ class RecipeStore:
                 self._durable, self._sizes = recipes, sizes
             del self._pending[: len(batch)]
         for change, why in zip(batch, whys, strict=True):
-            self._inbox.put_internal(RecipeDurable(change.op_id, why or error))
+            if change.on_done is not None:
+                change.on_done(why or error)
+            else:
+                self._inbox.put_internal(RecipeDurable(change.op_id, why or error))
 
     def _fit(self, change: _Change, sizes: dict[str, int]) -> str:
         """Count a change in; why not, if the recipes would take more than their part. What makes them smaller always may."""

@@ -243,6 +243,27 @@ class Store:
             raise BadRowError("meta")
         return self.codec.unpack_meta(data)
 
+    def copy_rows(self, fresh: Store, commit_bytes: int) -> None:
+        """Put every row into ``fresh``, as it is, but the generation's own; nothing of what was deleted here is in the copy, not even in unused space.
+
+        Raises:
+            StoreBlockedError, StoreDamagedError: not all could be read or written.
+        """
+        for database in schema.DATABASES:
+            if database == schema.DB_META:
+                continue
+            txn = fresh.begin()
+            try:
+                for key, value in self.rows(database):
+                    txn.put_row(database, key, value)
+                    if txn.num_bytes >= commit_bytes:
+                        txn.commit()
+                        txn = fresh.begin()
+                txn.commit()
+            except BaseException:
+                txn.abort()
+                raise
+
     # -------------------------------------------------------------------------------- writing
 
     def begin(self) -> StoreTransaction:
@@ -298,6 +319,11 @@ class StoreTransaction:
         self._dbs = dbs
         self._meta = store.meta
         self.num_bytes = 0
+
+    def put_row(self, database: bytes, key: bytes, value: bytes) -> None:
+        """A row as another generation has it."""
+        self._put(key, value, database)
+        self.num_bytes += len(value)
 
     def put_namespace(self, namespace: Namespace) -> None:
         self._put(self._codec.namespace_key(namespace.root), self._codec.pack_namespace(namespace), schema.DB_NAMESPACES)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import platform
+import queue
 import threading
 import time
 from collections import deque
@@ -132,6 +133,7 @@ class StoreThread:
         self._num_readers = 0
         self._changes: deque[Changes] = deque()
         self._staged: deque[StagedBatch] = deque()
+        self._rewrites: deque[queue.SimpleQueue[str]] = deque()
         self._eager = False
         self._stopping = False
         # the thread's own
@@ -160,6 +162,20 @@ class StoreThread:
         with self._wake:
             self._staged.append(batch)
             self._wake.notify_all()
+
+    def rewrite(self) -> str:
+        """Have all rows in a new generation and the old one unlinked, so that nothing of what was deleted is left; empty, or why not. Waits for it.
+
+        Where disk or budget have no room for both, the new one is empty, and what is in memory is written anew.
+        """
+        answer: queue.SimpleQueue[str] = queue.SimpleQueue()
+        with self._wake:
+            self._rewrites.append(answer)
+            self._wake.notify_all()
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                return answer.get(timeout=1.0)
+        return "the store's thread has ended"
 
     def set_eager(self, eager: bool) -> None:
         """Whether somebody waits for durability: then what is staged is committed at once."""
@@ -202,9 +218,13 @@ class StoreThread:
                 changes, staged = list(self._changes), list(self._staged)
                 self._changes.clear()
                 self._staged.clear()
+                rewrites = list(self._rewrites)
+                self._rewrites.clear()
                 eager, stopping = self._eager, self._stopping
             if self._is_degraded:
                 self._discard(staged)
+                for answer in rewrites:
+                    answer.put("the store is degraded")
                 if stopping:
                     break
                 if time.monotonic() >= self._next_probe_s:
@@ -221,12 +241,43 @@ class StoreThread:
             except Exception as error:
                 self._degrade(error)
                 self._discard(staged)
+            for answer in rewrites:
+                answer.put("the store is degraded" if self._is_degraded else self._rewrite())
             if stopping:
                 break
         store = self._take_store()
         if store is not None:
             with contextlib.suppress(Exception):
                 store.close()
+
+    def _rewrite(self) -> str:
+        try:
+            if self._txn is not None:
+                self._commit()
+        except Exception as error:
+            self._degrade(error)
+            return fault_sentence(error)
+        store = self._take_store()
+        assert store is not None, "it is not degraded"
+        try:
+            fresh = self._generations.rewritten(store, self._commit_bytes, int(self._clock.unix()))
+        except Exception as error:
+            self._degrade(error)
+            return fault_sentence(error)
+        is_empty = fresh is None
+        try:
+            fresh = fresh or self._generations.replaced_by_empty(store, int(self._clock.unix()))
+        except Exception as error:
+            self._is_lost = True
+            self._degrade(error)
+            return fault_sentence(error)
+        with self._reading:
+            self._store = fresh
+        if is_empty:
+            self._applied_lsn = fresh.meta.applied_lsn
+            self._on_result(Degraded("there was no room to copy what stays beside what is forgotten; it is written anew", True, []))
+            self._on_result(Resumed())
+        return ""
 
     def _take_store(self) -> Store | None:
         """The store, which nobody reads nor can come to read any more."""
@@ -236,7 +287,7 @@ class StoreThread:
         return store
 
     def _has_work(self) -> bool:
-        return bool(self._changes or self._staged or self._stopping or (self._eager and self._txn is not None))
+        return bool(self._changes or self._staged or self._rewrites or self._stopping or (self._eager and self._txn is not None))
 
     def _apply(self, changes: Changes) -> None:
         txn = self._transaction()

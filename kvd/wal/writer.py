@@ -201,6 +201,7 @@ class WalWriter:
         """Have every record from now on written to another segment than those so far; the last one's LSN."""
         with self._wake:
             self._seal_lsn = self._next_lsn - 1
+            self._wake.notify_all()
             return self._seal_lsn
 
     @property
@@ -282,7 +283,7 @@ class WalWriter:
 
     def _has_work(self) -> bool:
         waited_for = self._flushing > 0 and self._written_lsn > self._durable_lsn
-        return self._has_new() or self._closing or self._retire_lsn > self._retired_lsn or waited_for
+        return self._has_new() or self._closing or self._retire_lsn > self._retired_lsn or waited_for or self._is_sealed_and_applied()
 
     def _unsynced_for_s(self) -> float | None:
         """How long what was written may stay unsynced from now on; None if nothing is."""
@@ -338,7 +339,7 @@ class WalWriter:
         while entries:
             lsn, record = entries[0]
             data = encode_record(record, lsn, active.salt, self._payload_seal, num_unsynced=lsn - 1 - active.synced_lsn)
-            if active.offset + len(chunk) + len(data) > active.size_bytes:
+            if active.offset + len(chunk) + len(data) > active.size_bytes or active.first_lsn <= self._seal_lsn < lsn:
                 break
             chunk += data
             last_lsn = lsn
@@ -434,12 +435,19 @@ class WalWriter:
 
     def _retire(self) -> None:
         target = self._retire_lsn
+        if self._is_sealed_and_applied():
+            self._sync()
+            self._seal()
         active = self._active.number if self._active is not None else None
         suspect = self._suspect.number if self._suspect is not None else None
         for number, last_lsn in list(self._last_lsns.items()):
             if last_lsn <= target and number not in {active, suspect}:
                 self._unlink(number)
         self._retired_lsn = target
+
+    def _is_sealed_and_applied(self) -> bool:
+        """Whether the segment being written holds nothing but what is durable elsewhere and was sealed off."""
+        return self._active is not None and self._active.last_lsn <= min(self._retire_lsn, self._seal_lsn)
 
     def _unlink(self, number: int) -> None:
         failpoint("wal.before_unlink")

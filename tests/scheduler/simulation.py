@@ -10,7 +10,8 @@ from content_executor import ContentExecutor
 from stream_checker import FakeClock, StreamChecker, namespace_of
 
 from kvd.cache.events import BlockRemoved, BlockStored
-from kvd.cache.manager import CacheManager, PinCapacityError, PinNotReadyError, PinTooShortError
+from kvd.cache.manager import CacheManager, PinCapacityError, PinNotReadyError, PinTooShortError, PrefixInfo
+from kvd.cache.tenants import Selection
 from kvd.config import SchedulerConfig
 from kvd.scheduler.scheduler import Scheduler
 from kvd.types import pack_tokens
@@ -106,6 +107,19 @@ class Simulation:
         self.clock.now_s += seconds
         self.checker.take(self.scheduler.expire())
         assert self.scheduler.num_stalled <= self.config.max_stalled
+
+    def forget(self, prompt, salt):
+        """Forget what begins with the prompt's whole blocks; whatever lives now and begins so is stored no more."""
+        size = self.cache.block_size_tokens
+        selection = Selection("", salt, pack_tokens(prompt[: len(prompt) // size * size]))
+        private = [each for each in self.scheduler._requests.values() if any(selection.may_hold(salt, s.tokens) for s in each.sequences)]
+        self.checker.take(self.scheduler.forget(selection)[1])
+        self.hear_cache()
+        assert all(each.is_private for each in private if each.namespace.tenant_salt == salt)
+        held = {node.block_id for node in self.cache._blocks.tree.nodes()}
+        for node in self.cache._blocks.tree.nodes():
+            assert not selection.holds(node.namespace.tenant_salt, PrefixInfo.of(node, 0).token_ids)
+        assert held.isdisjoint(self.cache._blocks.outlived)
 
     def pin(self, name, prompt):
         with contextlib.suppress(PinCapacityError, PinNotReadyError, PinTooShortError):

@@ -96,6 +96,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.sim.disk.is_slower = num_blocks == 1
 
+    @rule(prompt=st.lists(st.integers(0, 1), max_size=8), salt=st.sampled_from([b"", b"s"]))
+    def forget(self, prompt, salt):
+        self.sim.forget(prompt, salt)
+
     @rule()
     def memory_is_wanted(self):
         self.sim.evict_all()

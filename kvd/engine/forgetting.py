@@ -1,0 +1,67 @@
+"""Forgetting on the engine's side: pins and cache at once, then the disk; the answer comes when that is durable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvd.cache.tenants import Selection
+from kvd.commands import Event, ForgetDone, ForgetPrefixes, OpDone, OpFailed
+from kvd.engine.pins import Pins
+from kvd.engine.ports import CacheObserver
+from kvd.scheduler.scheduler import Scheduler
+from kvd.types import TOKEN_BYTES, ErrorCode
+
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    selection: Selection
+    num_blocks: int
+    num_pins: int
+
+
+class Forgetting:
+    """Used by the engine thread alone."""
+
+    def __init__(self, *, scheduler: Scheduler, pins: Pins, observer: CacheObserver, block_size_tokens: int) -> None:
+        self._scheduler = scheduler
+        self._pins = pins
+        self._observer = observer
+        self._block_bytes = block_size_tokens * TOKEN_BYTES
+        self._open: dict[bytes, _Open] = {}
+
+    @property
+    def has_open_operations(self) -> bool:
+        """Whether somebody waits for a forget."""
+        return bool(self._open)
+
+    def begin(self, command: ForgetPrefixes) -> tuple[list[Event], list[Event]]:
+        """Memory forgets now. The scheduler's events and this room's own; ``finish`` is due when the cache's events have been handed on."""
+        whole = command.token_ids[: len(command.token_ids) // self._block_bytes * self._block_bytes]
+        if command.token_ids and not whole:
+            return [], [OpFailed(command.op_id, ErrorCode.PIN_TOO_SHORT, "the prefix holds no full block, so nothing is kept under it")]
+        selection = Selection(command.tenant, command.tenant_salt, whole)
+        recipes, computing, own = self._pins.forget(selection)
+        events: list[Event] = []
+        for request_id in computing:
+            events += self._scheduler.abort(request_id)
+        num_blocks, more = self._scheduler.forget(selection)
+        self._open[command.op_id] = _Open(selection, num_blocks, len(recipes))
+        self._observer.forget(command.op_id, selection, recipes)
+        return events + more, own
+
+    def refuse_pin(self, op_id: bytes, tenant_salt: bytes, token_ids: bytes) -> OpFailed | None:
+        """A pin of what is being forgotten waits for the end of that: a crash would forget it too."""
+        if any(each.selection.holds(tenant_salt, token_ids) for each in self._open.values()):
+            return OpFailed(op_id, ErrorCode.OVERLOADED, "the prefix is being forgotten", _RETRY_AFTER_S)
+        return None
+
+    def on_done(self, command: ForgetDone) -> list[Event]:
+        """The disk's part is over."""
+        done = self._open.pop(command.op_id, None)
+        if done is None:
+            return []
+        if command.error:
+            return [OpFailed(command.op_id, ErrorCode.STORAGE_ERROR, f"it has left memory, not (all of) the disk; try again: {command.error}")]
+        return [OpDone(command.op_id, {"blocks": max(done.num_blocks, command.num_blocks), "pins": done.num_pins})]

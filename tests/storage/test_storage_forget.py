@@ -1,0 +1,246 @@
+"""Forgetting: nothing of it is in any file of the state directory once it is told, whenever the process dies; and what is others' comes back.
+
+Run as a script with a directory, it is what the kill tests kill.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from storage_harness import FINGERPRINT, World, chain_of, crash, prompt, row_of
+
+from kvd.cache.hashing import Namespace
+from kvd.cache.tenants import Selection, tenant_salt
+from kvd.commands import ForgetDone, Recipe
+from kvd.observe import failpoints
+from kvd.storage.forget_intent import INTENT_NAME
+from kvd.storage.tools import check_store
+
+pytestmark = pytest.mark.store
+
+ACME = Namespace(FINGERPRINT, tenant_salt("acme", b""))
+ACME_SALTED = Namespace(FINGERPRINT, tenant_salt("acme", b"night"))
+OTHERS = Namespace(FINGERPRINT)
+SECRET = prompt(7, 97, shared=32)
+SALTED = prompt(8, 81)
+KEPT = prompt(3, 97, shared=32)
+TEXT = "the combination of the safe is left, right, left"
+WHOLE = Selection("acme")
+PREFIX = Selection("acme", ACME.tenant_salt, SECRET[: 4 * 64])
+
+
+def live(world: World) -> None:
+    """The same on both sides: blocks used often enough to be stored, and a pin each."""
+    for namespace, token_ids in ((ACME, SECRET), (ACME, KEPT), (ACME_SALTED, SALTED), (OTHERS, KEPT), (OTHERS, SECRET[:128] + KEPT)):
+        for _ in range(2):
+            world.ask(token_ids, namespace)
+    for name, namespace, token_ids, text in (("acme/safe", ACME, SECRET, TEXT), ("rules", OTHERS, KEPT, "the rules of the house")):
+        world.cache.pin(name, token_ids, namespace)
+        world.tick()
+        recipe = Recipe(name=name, token_ids=token_ids, tokenizer_digest=b"", text=text, tenant_salt=namespace.tenant_salt)
+        world.storage.recipe_book.put(name.encode(), recipe)
+        assert not world.wait_for(name.encode()).error
+    assert not world.checkpoint().error
+
+
+def forget(world: World, selection: Selection, op_id: bytes = b"forget") -> ForgetDone:
+    world.tick()
+    world.cache.forget(selection)
+    world.tick()
+    pins = {name: each for name, each in world.storage.recipe_book.recipes().items() if selection.holds(each.tenant_salt, each.token_ids)}
+    world.storage.forget(op_id, selection, pins)
+    return world.until(lambda: world.inbox.find(op_id), timeout_s=60)
+
+
+def needles(namespace: Namespace, token_ids: bytes, *, first: int = 0) -> dict[str, bytes]:
+    """Token and KV bytes of a prompt's own blocks, and its last block's hash."""
+    found = {}
+    for index, key in enumerate(chain_of(token_ids, namespace)[first:], first):
+        found[f"tokens {index}"] = token_ids[64 * index : 64 * index + 64]
+        found[f"row {index}"] = row_of(key)[:200]
+    return found
+
+
+def found_in(state_dir: Path, wanted: dict[str, bytes]) -> set[str]:
+    files = [path.read_bytes() for path in state_dir.rglob("*") if path.is_file()]
+    return {name for name, needle in wanted.items() if any(needle in data for data in files)}
+
+
+def clutter(state_dir: Path) -> None:
+    """What an earlier misfortune may have left lying about."""
+    (state_dir / "quarantine").mkdir(exist_ok=True)
+    (state_dir / "quarantine" / "0000000000000001.wal").write_bytes(b"\0" * 100 + SECRET + TEXT.encode())
+    aside = state_dir / "kv" / "9.aside"
+    aside.mkdir()
+    (aside / "data.mdb").write_bytes(SECRET)
+
+
+OWN = needles(ACME, SECRET, first=2) | {"text": TEXT.encode()}
+"""The first two blocks' tokens are in others' prompts too."""
+OWN_ROWS = {name: needle for name, needle in needles(ACME, SECRET).items() if name.startswith("row")}
+
+
+@pytest.mark.parametrize("selection", [WHOLE, PREFIX], ids=["tenant", "prefix"])
+def test_nothing_of_it_is_in_any_file(tmp_path, selection):
+    world = World(tmp_path)
+    live(world)
+    clutter(tmp_path)
+    before = found_in(tmp_path, OWN | OWN_ROWS)
+    assert before == OWN.keys() | OWN_ROWS.keys(), "else finding none afterwards would say nothing"
+    done = forget(world, selection)
+    assert done.error == ""
+    assert done.num_blocks >= 4
+    assert found_in(tmp_path, OWN) == set()
+    assert not (tmp_path / INTENT_NAME).exists()
+    if selection is WHOLE:
+        assert found_in(tmp_path, OWN_ROWS | needles(ACME_SALTED, SALTED)) == set()
+    assert list(world.storage.recipe_book.recipes()) == ["rules"]
+    assert world.ask(KEPT, OTHERS) == 96
+    world.stop()
+    assert found_in(tmp_path, OWN) == set()
+    report = check_store(tmp_path)
+    assert report["ok"], report
+    again = World(tmp_path)
+    assert again.ask(KEPT, ACME) == (0 if selection is WHOLE else 96)
+    assert again.ask(SECRET, ACME) == 32, "its first two blocks are the other prompt's too"
+    assert again.ask(KEPT, OTHERS) == 96
+    assert again.num_restored == 96
+    assert again.ask(SECRET[:128] + KEPT, OTHERS) >= 96, "equal tokens under another salt are another's"
+    assert again.ask(SALTED, ACME_SALTED) == (0 if selection is WHOLE else 80)
+    again.stop()
+
+
+def test_a_salt_alone_leaves_the_tenants_others(tmp_path):
+    world = World(tmp_path)
+    live(world)
+    assert forget(world, Selection("acme", ACME_SALTED.tenant_salt)).error == ""
+    assert found_in(tmp_path, needles(ACME_SALTED, SALTED)) == set()
+    assert found_in(tmp_path, OWN) == OWN.keys()
+    assert set(world.storage.recipe_book.recipes()) == {"acme/safe", "rules"}
+    crash(world)
+    again = World(tmp_path)
+    assert again.ask(SECRET, ACME) == 96
+    assert again.ask(SALTED, ACME_SALTED) == 0
+    again.stop()
+
+
+def test_what_is_only_in_the_log_is_forgotten_too(tmp_path):
+    world = World(tmp_path, checkpoint_interval_s=1000.0)
+    world.ask(SECRET, ACME)
+    wal = world.storage._running.wal
+    world.until(lambda: wal.durable_lsn == wal.last_lsn)
+    own = {name: needle for name, needle in OWN.items() if name.startswith("tokens")}
+    assert found_in(tmp_path / "wal", own) == own.keys()
+    assert forget(world, WHOLE).error == ""
+    assert found_in(tmp_path, own) == set()
+    world.ask(KEPT, OTHERS)
+    world.until(lambda: wal.durable_lsn == wal.last_lsn)
+    crash(world)
+    again = World(tmp_path)
+    assert len(again.storage._running.recovered.index.nodes) == 6
+    again.stop()
+
+
+def test_without_room_for_a_copy_the_store_begins_anew_from_memory(tmp_path, monkeypatch):
+    world = World(tmp_path)
+    live(world)
+    generations = world.storage._running.recovered.generations
+    monkeypatch.setattr(generations, "_map_bytes", 4096)
+    monkeypatch.setattr(generations, "_max_aside_bytes", 0)
+    before = generations.current.generation
+    generations_map = world.storage._running.budget.map_bytes
+    original = generations.replaced_by_empty
+
+    def replaced(old, now):
+        monkeypatch.setattr(generations, "_map_bytes", generations_map)
+        return original(old, now)
+
+    monkeypatch.setattr(generations, "replaced_by_empty", replaced)
+    assert forget(world, WHOLE).error == ""
+    assert generations.current.generation > before
+    assert found_in(tmp_path, OWN | OWN_ROWS) == set()
+    world.until(lambda: world.storage.status()["blocks"] >= 6)
+    world.stop()
+    again = World(tmp_path)
+    assert again.ask(KEPT, OTHERS) == 96
+    assert again.num_restored == 96
+    again.stop()
+
+
+def test_a_disk_that_fails_is_told_and_the_next_forget_does_both(tmp_path, monkeypatch):
+    world = World(tmp_path)
+    live(world)
+    book = world.storage.recipe_book
+    monkeypatch.setattr(book, "forget", lambda takes: "the disk is on fire")
+    assert "on fire" in forget(world, PREFIX).error
+    assert (tmp_path / INTENT_NAME).exists()
+    monkeypatch.undo()
+    assert forget(world, Selection("acme", ACME_SALTED.tenant_salt), b"second").error == ""
+    assert found_in(tmp_path, OWN | needles(ACME_SALTED, SALTED)) == set()
+    assert not (tmp_path / INTENT_NAME).exists()
+    world.stop()
+
+
+def victim(state_dir: Path, spec: str) -> tuple[int, list[str]]:
+    environment = {**os.environ, "KVD_FAILPOINTS": spec}
+    command = [sys.executable, __file__, str(state_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode in {0, -9}, done.stderr
+    return done.returncode, done.stdout.splitlines()
+
+
+POINTS = sorted(name for name in failpoints.NAMES if name.startswith("forget."))
+INSIDE = ["store.create.before_rename@2", "store.create.after_rename@2", "store.current.before_rename@3", "store.current.after_rename@3"]
+
+
+def test_every_step_has_its_failpoint():
+    assert len(POINTS) >= 11
+
+
+@pytest.mark.parametrize("point", [*POINTS, *INSIDE])
+def test_killed_in_the_middle_it_is_forgotten_at_the_next_start_or_was_not_begun(tmp_path, point):
+    name, _, passage = point.partition("@")
+    status, said = victim(tmp_path, f"{name}=kill@{passage or 1}")
+    assert status == -9, f"{point} was not reached"
+    assert said == ["lived"], "it was not told as done"
+    has_begun = (tmp_path / INTENT_NAME).exists() or name == "forget.after_done"
+    assert has_begun == (point not in {"forget.before_intent", "forget.intent.before_sync", "forget.intent.before_rename"})
+    world = World(tmp_path)
+    if has_begun:
+        assert world.cache.match(SECRET, ACME).num_tokens == 0, "it is not served any more"
+        assert list(world.storage.recipe_book.recipes()) == ["rules"]
+        world.until(lambda: not (tmp_path / INTENT_NAME).exists(), timeout_s=60)
+        assert found_in(tmp_path, OWN | OWN_ROWS | needles(ACME_SALTED, SALTED)) == set()
+    else:
+        assert set(world.storage.recipe_book.recipes()) == {"acme/safe", "rules"}
+        assert world.ask(SECRET, ACME) == 96
+    assert world.ask(KEPT, OTHERS) == 96
+    world.stop()
+    assert check_store(tmp_path)["ok"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"KVDFGT\r\n", bytes(60)])
+def test_an_intent_that_can_not_be_read_is_reported_and_not_completed(tmp_path, damage):
+    world = World(tmp_path)
+    live(world)
+    crash(world)
+    (tmp_path / INTENT_NAME).write_bytes(damage)
+    world = World(tmp_path)
+    assert any(INTENT_NAME in entry["what"] for entry in world.log.named("storage.damage"))
+    assert world.ask(SECRET, ACME) == 96
+    assert forget(world, WHOLE).error == ""
+    assert found_in(tmp_path, OWN) == set()
+    world.stop()
+
+
+if __name__ == "__main__":
+    the_world = World(Path(sys.argv[1]))
+    live(the_world)
+    print("lived", flush=True)
+    assert not forget(the_world, WHOLE).error
+    print("forgotten", flush=True)
+    crash(the_world)
