@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Container
 from dataclasses import dataclass
 
 import msgspec
@@ -246,14 +245,6 @@ def verify_block(value: memoryview, block_hash: bytes) -> int:
     if crc32c(value[BLOCK_HEADER_BYTES : BLOCK_HEADER_BYTES + length]) != row_crc:
         raise BadRowError("checksum")
     return length
-
-
-def probe_block_header(data: bytes, block_hashes: Container[bytes]) -> int:
-    """The row's bytes if ``data`` is the whole header of one of these blocks, else 0 (for tools that look for values in a file)."""
-    if len(data) < BLOCK_HEADER_BYTES or data[: len(_BLOCK_MAGIC)] != _BLOCK_MAGIC:
-        return 0
-    _, _, _, length, stored_hash, _, _, header_crc = _BLOCK.unpack_from(data)
-    return int(length) if stored_hash in block_hashes and header_crc == crc32c(data[: BLOCK_HEADER_BYTES - 4]) else 0
 
 
 def _checked(data: bytes, reason: str) -> bytes:

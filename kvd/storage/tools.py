@@ -7,12 +7,12 @@ Beside a live daemon they only read: the store through a read-only environment o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kvd.storage import schema
-from kvd.storage.codec import PLAIN, Codec
+from kvd.storage.codec import Codec
 from kvd.storage.encryption import master_key_of, reading_encryption, seeing_codec
 from kvd.storage.errors import RecipesUnreadableError, StorageError, StoreDamagedError, UnknownFormatError
 from kvd.storage.generations import CURRENT_NAME, STORE_NAME, Generations, read_current
@@ -21,7 +21,7 @@ from kvd.storage.lock import StateLock, is_locked
 from kvd.storage.recipes import RecipeFileError, list_recipe_files, read_recipe_file, read_recipes, restore_recipes
 from kvd.storage.recovery import WAL_NAME
 from kvd.storage.schema import BadRowError
-from kvd.storage.sealing import KEY_LOST, SealedCodec
+from kvd.storage.sealing import BLOCK_OVERHEAD_BYTES, KEY_LOST, SealedCodec
 from kvd.storage.start_guard import read_failed_starts
 from kvd.storage.store import DATA_NAME, Store
 from kvd.types import unpack_tokens
@@ -32,6 +32,8 @@ from kvd.wal.repair import repair_log
 
 _QUARANTINE_MAX_BYTES = 1 << 28
 _PAGE_HEADER_BYTES = schema.PAGE_HEADER_BYTES
+_VALUE_BEGIN_BYTES = 64
+"""Enough to tell values apart: a block's hash, or a nonce, is in it."""
 _BLIND = "contents not checked: no key file given"
 
 
@@ -101,26 +103,31 @@ def dump_store(state_dir: Path, *, key_file: str = "") -> Iterator[dict[str, Any
             yield from _dump_rows(store)
 
 
-def block_extents(state_dir: Path) -> Iterator[tuple[Path, int, int]]:
-    """Where the bytes of stored blocks lie in the data file of a stopped store: (file, offset, length) of header and row.
+def block_extents(state_dir: Path, *, key_file: str = "") -> Iterator[tuple[Path, int, int]]:
+    """Where the bytes of stored blocks lie in the data file of a stopped store: (file, offset, length) of each value without the zeros behind.
 
-    Found by the header of a value at the start of a page run; a copy that lies in free pages may be among them, harmlessly.
+    Found by the beginning of a value at that of a page run; a copy that lies in free pages may be among them, harmlessly.
     """
-    current = read_current(state_dir)
+    codec = seeing_codec(state_dir, key_file)
+    current = read_current(state_dir, codec)
     if current is None:
         return
     path = state_dir / STORE_NAME / str(current.generation) / DATA_NAME
-    with _opened(state_dir, PLAIN) as store:
-        live = set(store.block_keys()) if store is not None else set()
-    hashes = {key[-32:] for key in live}
+    overhead_bytes = BLOCK_OVERHEAD_BYTES if codec.is_sealed else schema.BLOCK_HEADER_BYTES
+    lengths: dict[bytes, int] = {}
+    with _opened(state_dir, codec) as store:
+        if store is not None:
+            with store.reading_blocks() as reader:
+                for key, view in reader.items():
+                    with suppress(BadRowError):
+                        lengths[bytes(view[:_VALUE_BEGIN_BYTES])] = overhead_bytes + codec.verify_block(key, view)[2]
     size = path.stat().st_size
     with path.open("rb") as file:
         for page in range(0, size, schema.PAGE_BYTES):
             file.seek(page + _PAGE_HEADER_BYTES)
-            header = file.read(schema.BLOCK_HEADER_BYTES)
-            length = schema.probe_block_header(header, hashes)
-            if length:
-                yield path, page + _PAGE_HEADER_BYTES, schema.BLOCK_HEADER_BYTES + length
+            length = lengths.get(file.read(_VALUE_BEGIN_BYTES))
+            if length is not None:
+                yield path, page + _PAGE_HEADER_BYTES, length
 
 
 # -------------------------------------------------------------------------------------------------- recipes
@@ -212,17 +219,16 @@ def _count_bad(report: dict[str, Any], error: BadRowError) -> None:
 def _check_rows(store: Store, report: dict[str, Any], problems: list[str]) -> None:
     report |= _meta_facts(store)
     roots = set()
-    for root, value in store.rows(schema.DB_NAMESPACES):
+    for key, value in store.rows(schema.DB_NAMESPACES):
         try:
-            store.codec.unpack_namespace(root, value)
-            roots.add(root)
+            roots.add(store.codec.unpack_namespace(key, value).root)
         except BadRowError as error:
             _count_bad(report, error)
     parents: dict[bytes, tuple[bytes, bytes]] = {}
     for key, value in store.rows(schema.DB_NODES):
         try:
             row = store.codec.unpack_node(key, value)
-            parents[key] = (row.root, row.parent)
+            parents[row.block_hash] = (row.root, row.parent)
         except BadRowError as error:
             _count_bad(report, error)
     orphans = [key for key, (root, parent) in parents.items() if root not in roots or (parent != root and parent not in parents)]
@@ -264,7 +270,7 @@ def _dump_rows(store: Store) -> Iterator[dict[str, Any]]:
             continue
         yield {
             "kind": "namespace",
-            "root": root.hex(),
+            "root": namespace.root.hex(),
             "fingerprint": namespace.fingerprint.hex(),
             "tenant_salt": namespace.tenant_salt.hex(),
             "adapter_digest": namespace.adapter_digest.hex(),
@@ -277,7 +283,7 @@ def _dump_rows(store: Store) -> Iterator[dict[str, Any]]:
             continue
         yield {
             "kind": "node",
-            "hash": key.hex(),
+            "hash": row.block_hash.hex(),
             "root": row.root.hex(),
             "parent": row.parent.hex(),
             "depth": row.depth,

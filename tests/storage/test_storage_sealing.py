@@ -255,7 +255,8 @@ def test_a_life_under_a_key_comes_back_warm(tmp_path, key_file):
     crash(world)
     report = check_store(state, key_file=key_file)
     assert report["ok"], report
-    assert (report["recipes"], report["nodes"], report["blocks"], report["bad_rows"]) == (1, 3 + 5 + 5, 13, 0)
+    assert (report["recipes"], report["nodes"], report["blocks"], report["namespaces"]) == (1, 3 + 5 + 5, 13, 2)
+    assert (report["bad_rows"], report["orphan_nodes"], report["orphan_blocks"], report["forgotten_rows"]) == (0, 0, 0, 0)
     world = World(state, store_encryption_key_file=key_file)
     assert world.report.num_blocks == 13
     assert (world.report.dropped, world.report.pins_pending) == ({}, ())
