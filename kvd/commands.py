@@ -31,6 +31,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     adapter: bytes = b""
     priority: int = 50
     created_unix_s: float = 0.0
+    expires_unix_s: float = 0.0
+    """When the pin ends by itself; 0: never."""
+
+    def has_expired(self, now_unix_s: float) -> bool:
+        """Whether the pin has ended by now."""
+        return 0 < self.expires_unix_s <= now_unix_s
 
 
 # ---------------------------------------------------------------------------------------------- edge to engine
@@ -51,6 +57,10 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sampling one of these ends the choice with ``stop``; the token itself is emitted (the edge drops its text)."""
     credit_tokens: int = 0
     """Tokens, over all choices, that may be sent before the next ``Grant``."""
+    cache_priority: int = 50
+    """0 to 100: how long its blocks stay in memory beside others; the lowest leave first."""
+    cache_ttl_s: float = 0.0
+    """Seconds from the request's end after which ``cache_priority`` counts no more; 0: it counts for ever."""
     tenant_salt: bytes = b""
     adapter: bytes = b""
 
@@ -115,16 +125,6 @@ class RecipeDurable(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-class CheckpointDone(msgspec.Struct, frozen=True, tag=True):
-    """From storage: the checkpoint asked for as ``op_id`` is durable (``error`` empty) or failed."""
-
-    op_id: bytes
-    num_blocks: int = 0
-    num_bytes: int = 0
-    error: str = ""
-
-
-class LoadDone(msgspec.Struct, frozen=True, tag=True):
 class ForgetPrefixes(msgspec.Struct, frozen=True, tag=True):
     """Forget everything of ``tenant`` (``tenant_salt`` None), of one of its salts, or what begins with the whole blocks of ``token_ids`` (empty: everything).
 
@@ -145,6 +145,16 @@ class ForgetDone(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
+class CheckpointDone(msgspec.Struct, frozen=True, tag=True):
+    """From storage: the checkpoint asked for as ``op_id`` is durable (``error`` empty) or failed."""
+
+    op_id: bytes
+    num_blocks: int = 0
+    num_bytes: int = 0
+    error: str = ""
+
+
+class LoadDone(msgspec.Struct, frozen=True, tag=True):
     """From storage: the load ``load_id`` is over. The bytes of its first ``num_loaded`` blocks are in the pool; the rest failed, ``error`` says why."""
 
     load_id: int

@@ -39,11 +39,27 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         {"multiple": True, "type": click.IntRange(min=0), "metavar": "ID", "help": "End the answer with this token; may be repeated."},
     ),
     ("--ignore-eos", {"is_flag": True, "help": "Go on after the end-of-sequence token."}),
+    (
+        "--cache-priority",
+        {
+            "type": click.IntRange(0, 100),
+            "metavar": "N",
+            "help": "Blocks of the lowest priority leave memory first. [daemon's default: 50]",
+        },
+    ),
+    (
+        "--cache-ttl",
+        {
+            "type": click.FloatRange(min=0),
+            "metavar": "S",
+            "help": "Seconds after the answer's end for which that priority counts; 0: no end.",
+        },
+    ),
     ("--n", {"type": click.IntRange(min=1), "metavar": "N", "help": "So many answers to the same prompt; above 1 not with --stream."}),
 )
 
 
-_PLURAL = {"stop_token_id": "stop_token_ids"}
+_NAMES = {"stop_token_id": "stop_token_ids", "cache_ttl": "cache_ttl_s"}
 _CUT_SHORT = "the daemon's drain ended the answer before it was complete; the same command may succeed on the next daemon"
 
 
@@ -60,7 +76,7 @@ def generation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def wrapped(**given: Any) -> Any:
         names = [flag.removeprefix("--").replace("-", "_") for flag, _ in _OPTIONS]
-        values = {_PLURAL.get(name, name): given.pop(name) for name in names}
+        values = {_NAMES.get(name, name): given.pop(name) for name in names}
         options = {name: value for name, value in values.items() if value is not None and value is not False and value != ()}
         if "logprobs" in options and not given["as_json"]:
             raise click.UsageError("--logprobs needs --json")

@@ -25,6 +25,8 @@ from kvd.cli.units import human_duration
 )
 @click.option("--prompt-file", metavar="FILE", type=click.Path(path_type=Path), help="Raw text, for `kvd generate` without a template.")
 @click.option("--priority", type=click.IntRange(0, 100), default=50, show_default=True, metavar="N", help="Larger comes back earlier.")
+@click.option("--ttl", type=click.FloatRange(min=0), default=0.0, metavar="S", help="Unpin by itself after so many seconds; 0: never.")
+@click.option("--cache-salt", default="", metavar="TEXT", help="Share the prefix only with requests of this salt.")
 @json_option
 @target_options
 def pin_command(
@@ -35,6 +37,8 @@ def pin_command(
     messages_file: Path | None,
     prompt_file: Path | None,
     priority: int,
+    ttl: float,
+    cache_salt: str,
     as_json: bool,
 ) -> None:
     """Compute a prefix, keep it from eviction, write it to disk and bring it back first after a restart.
@@ -44,9 +48,9 @@ def pin_command(
     if sum(given is not None for given in (system, messages_file, prompt_file)) != 1:
         raise click.UsageError("give exactly one of --system, --system-file, --messages-file, --prompt-file")
     prompt = read_text(prompt_file) if prompt_file is not None else None
-    messages = [{"role": "system", "content": system}] if system is not None else _messages(messages_file) if messages_file else None
+    messages = [{"role": "system", "content": system}] if system is not None else read_messages(messages_file) if messages_file else None
     with target.client(needs_ready=True) as client:
-        result = client.pin(name, prompt, messages=messages, priority=priority)
+        result = client.pin(name, prompt, messages=messages, cache_salt=cache_salt, priority=priority, ttl_s=ttl)
     if as_json:
         print_json({**result.details, "name": name})
     else:
@@ -82,7 +86,7 @@ def prefixes_command(*, target: Target, as_json: bool) -> None:
     pins = report.get("pins", [])
     click.echo(f"{len(pins)} pins")
     if pins:
-        print_rows(("NAME", "TOKENS", "HITS", "STATE", "RESIDENCY", "PRIORITY", "AGE"), [_pin_row(pin) for pin in pins])
+        print_rows(("NAME", "TOKENS", "HITS", "STATE", "RESIDENCY", "PRIORITY", "AGE", "LEFT"), [_pin_row(pin) for pin in pins])
     click.echo("\nhottest prefixes")
     print_rows(("TOKENS", "HITS", "RESIDENCY", "AGE"), [_prefix_row(prefix) for prefix in report.get("hottest", [])])
 
@@ -90,8 +94,10 @@ def prefixes_command(*, target: Target, as_json: bool) -> None:
 def _pin_row(pin: Mapping[str, Any]) -> tuple[str, ...]:
     created = pin.get("created_unix_s")
     age = human_duration(max(0.0, time.time() - created)) if created else "-"
+    expires_in_s = pin.get("expires_in_s")
+    left = "-" if expires_in_s is None else human_duration(expires_in_s)
     state = f"{pin.get('state', '-')}: {pin['reason']}" if pin.get("reason") else pin.get("state", "-")
-    return (pin["name"], *_cells(pin, "tokens", "hits"), state, *_cells(pin, "residency", "priority"), age)
+    return (pin["name"], *_cells(pin, "tokens", "hits"), state, *_cells(pin, "residency", "priority"), age, left)
 
 
 def _prefix_row(prefix: Mapping[str, Any]) -> tuple[str, ...]:
@@ -103,7 +109,7 @@ def _cells(entry: Mapping[str, Any], *names: str) -> tuple[str, ...]:
     return tuple(str(entry.get(name, "-")) for name in names)
 
 
-def _messages(path: Path) -> list[dict[str, Any]]:
+def read_messages(path: Path) -> list[dict[str, Any]]:
     """The messages of a JSON file.
 
     Raises:

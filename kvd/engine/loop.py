@@ -56,6 +56,7 @@ from kvd.types import ErrorCode
 
 _IDLE_WAIT_S = 0.25
 _EVICT_BLOCKS_PER_STEP = 64
+_EXPIRE_BLOCKS_PER_ROUND = 256
 _SNAPSHOT_INTERVAL_S = 0.5
 _SAMPLE_INTERVAL_S = 1.0
 
@@ -141,8 +142,8 @@ class EngineLoop:
         self._work = StartWork()
         self._recomputing: set[bytes] = set()
         self._checkpoints: set[bytes] = set()
-        self._drain_requested = False
         self._forgetting = Forgetting(scheduler=scheduler, pins=pins, observer=observer, block_size_tokens=cache.block_size_tokens)
+        self._drain_requested = False
         self._drain_deadline_s = 0.0
         self._next_snapshot_s = 0.0
         self._next_sample_s = 0.0
@@ -355,6 +356,7 @@ class EngineLoop:
 
     def _begin(self, work: StartWork) -> None:
         self._work = work
+        self._pins.expire(self._clock.unix())
         self._take(self._pins.restore(work.recipes, work.pins_not_computed))
         for command in work.recompute:
             self._recomputing.add(command.request_id)
@@ -371,9 +373,12 @@ class EngineLoop:
             self._rehydrate(now)
         if self._state is State.DRAINING and now >= self._drain_deadline_s:
             self._take(self._scheduler.abort_all())
+        self._cache.expire_retention(now, _EXPIRE_BLOCKS_PER_ROUND)
         if now >= self._next_sample_s:
             self._next_sample_s = now + _SAMPLE_INTERVAL_S
             self._reports.sample()
+            if self._state is not State.DRAINING:
+                self._pins.expire(self._clock.unix())
 
     def _rehydrate(self, now: float) -> None:
         if self._recomputing and now >= self._work.recompute_deadline_s:

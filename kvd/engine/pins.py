@@ -40,6 +40,7 @@ from kvd.engine.ports import CacheObserver, RecipeBook
 from kvd.scheduler.scheduler import Scheduler
 from kvd.types import TOKEN_BYTES, ErrorCode, SamplingParams
 
+_EXPIRY_RETRY_ROUNDS = 30
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -80,6 +81,8 @@ class Pins:
         self._recording: dict[bytes, _Pending] = {}
         self._persisting: dict[bytes, _Pending] = {}
         self._unpinning: dict[bytes, str] = {}
+        self._expiring: set[bytes] = set()
+        self._num_rounds_to_skip = 0
         self._not_held: dict[str, str] = {}
         self._is_draining = False
 
@@ -101,12 +104,9 @@ class Pins:
         """Forget a pin, durably; its blocks stay cached and may be evicted from now on."""
         if command.name not in self._recipes.recipes():
             return [OpFailed(command.op_id, ErrorCode.NOT_FOUND, f"no pin is named {pin_label(command.name)!r}")]
-        if command.name in self._cache.pins():
-            self._cache.unpin(command.name)
-        self._supersede(command.name)
-        self._unpinning[command.op_id] = command.name
-        self._recipes.remove(command.op_id, command.name)
+        self._remove(command.op_id, command.name)
         return []
+
     def expire(self, now_unix_s: float) -> None:
         """End the pins whose time is over as ``unpin`` would. Called about once a second; a removal that the disk refused is tried again later."""
         if self._num_rounds_to_skip:
@@ -142,7 +142,6 @@ class Pins:
             self._not_held.pop(name, None)
         return recipes, computing, events
 
-
     def restore(self, recipes: dict[str, Recipe], not_computed: Mapping[str, str] = _NOTHING) -> list[Event]:
         """Hold every recipe's prefix again at start; computes what rehydration did not bring back. Highest priority first.
 
@@ -150,7 +149,10 @@ class Pins:
         """
         self._not_held.update(not_computed)
         events: list[Event] = []
+        leaving = set(self._unpinning.values())
         for recipe in sorted(recipes.values(), key=lambda each: (-each.priority, each.created_unix_s)):
+            if recipe.name in leaving:
+                continue
             num_blocks = len(recipe.token_ids) // self._block_bytes
             refusal = self._refuse(recipe, num_blocks)
             if refusal is not None:
@@ -191,12 +193,16 @@ class Pins:
 
     def on_recipe_durable(self, command: RecipeDurable) -> list[Event]:
         name = self._unpinning.pop(command.op_id, None)
+        if command.op_id in self._expiring:
+            self._expiring.remove(command.op_id)
+            self._num_rounds_to_skip = _EXPIRY_RETRY_ROUNDS if command.error else 0
+            return []
         if name is not None:
             if command.error:
                 return self._keep(command.op_id, name, command.error)
             return [OpDone(command.op_id, {"name": name})]
         pending = self._recording.pop(command.op_id, None)
-        if pending is None:
+        if pending is None or pending.is_superseded:
             return []
         if command.error:
             return self._take_back(pending, f"the recipe could not be written: {command.error}")
@@ -207,18 +213,19 @@ class Pins:
     def on_checkpoint_done(self, command: CheckpointDone) -> list[Event] | None:
         """The acknowledgement, or None if the checkpoint was not a pin's."""
         pending = self._persisting.pop(command.op_id, None)
-        if pending is None or pending.is_superseded:
+        if pending is None:
             return None
+        if pending.is_superseded:
+            return []
         return [
             OpDone(
                 pending.op_id,
                 {
                     "name": pending.recipe.name,
                     "tokens": pending.num_blocks * self._cache.block_size_tokens,
-        if pending.is_superseded:
-            return []
                     "blocks": pending.num_blocks,
                     "durable": "recipe" if command.error else "recipe+bytes",
+                    **({"expires_unix_s": pending.recipe.expires_unix_s} if pending.recipe.expires_unix_s else {}),
                 },
             )
         ]
@@ -241,8 +248,8 @@ class Pins:
         """Whether a client waits for the fate of a pin or unpin."""
         return bool(self._computing or self._recording or self._persisting or self._unpinning)
 
-    def report(self) -> list[dict[str, Any]]:
-        """One entry a recipe, for ``kvd prefixes``."""
+    def report(self, now_unix_s: float) -> list[dict[str, Any]]:
+        """One entry a recipe, for ``kvd prefixes``. ``expires_in_s`` is None for one that does not end by itself."""
         held = self._cache.pins()
         computing = {pending.recipe.name: pending for pending in self._computing.values()}
         size = self._cache.block_size_tokens
@@ -262,6 +269,7 @@ class Pins:
                     "state": state,
                     "reason": self._not_held.get(name, "") if state == "not_held" else "",
                     "created_unix_s": recipe.created_unix_s,
+                    "expires_in_s": round(max(0.0, recipe.expires_unix_s - now_unix_s), 1) if recipe.expires_unix_s else None,
                     "hits": held[name].uses if state == "held" else 0,
                 }
             )
@@ -298,6 +306,13 @@ class Pins:
         self._recording[pending.op_id] = pending
         self._recipes.put(pending.op_id, pending.recipe)
         return []
+
+    def _remove(self, op_id: bytes, name: str) -> None:
+        if name in self._cache.pins():
+            self._cache.unpin(name)
+        self._supersede(name)
+        self._unpinning[op_id] = name
+        self._recipes.remove(op_id, name)
 
     def _supersede(self, name: str) -> None:
         """The recipe of this name changes: what the start knows of the old one, or still computes for it, counts no more."""

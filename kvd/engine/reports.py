@@ -128,7 +128,7 @@ class Reports:
                 "name": pin_label(entry["name"]),
                 **(residency(held[entry["name"]].block_hash) if entry["name"] in held else {"residency": "none", "age_s": None}),
             }
-            for entry in self._pins.report()
+            for entry in self._pins.report(now)
             if pin_tenant(entry["name"]) == tenant
         ]
         hottest = [

@@ -6,9 +6,11 @@ content of a block, mean the same thing from a step's scheduling to its update.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
-from kvd.cache.manager import BlockTable, CacheManager, Node
+from kvd.cache.manager import BlockTable, CacheManager, Node, Retention
+from kvd.scheduler.ports import Clock
 from kvd.scheduler.queue import WaitingQueue
 from kvd.scheduler.request import Leaving, Request, Sequence
 
@@ -16,8 +18,9 @@ from kvd.scheduler.request import Leaving, Request, Sequence
 class Roster:
     """The places and the transitions between them. Knows neither steps' contents nor events."""
 
-    def __init__(self, cache: CacheManager, max_running: int) -> None:
+    def __init__(self, cache: CacheManager, clock: Clock, max_running: int) -> None:
         self._cache = cache
+        self._clock = clock
         self.max_running = max_running
         self.queue = WaitingQueue()
         self.running: dict[Sequence, None] = {}
@@ -145,7 +148,7 @@ class Roster:
         del self._leaving[sequence]
         del self._seats[table]
         sequence.request.note_cached(table)
-        self._cache.release(table)
+        self._cache.release(table, self._retention(sequence.request))
         sequence.table = None
         sequence.leaving = None
         self.num_slots -= sequence.num_slots
@@ -159,6 +162,12 @@ class Roster:
         else:
             sequence.rewind()
             self._wait(sequence)
+
+    def _retention(self, request: Request) -> Retention:
+        """How the request wants its blocks kept from now on; ends fall on whole seconds, so that there are few of them."""
+        command = request.command
+        expires_s = math.ceil(self._clock.monotonic() + command.cache_ttl_s) if command.cache_ttl_s else math.inf
+        return Retention(command.cache_priority, expires_s)
 
     def _wait(self, sequence: Sequence) -> None:
         if sequence.request.stalled_s is None:

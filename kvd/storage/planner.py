@@ -332,7 +332,9 @@ class Planner:
                 self._index.dropped_bytes.add(block_hash)
         self._handover.committed(result.number)
         self._wal.retire(result.applied_lsn)
-        if result.block_hashes or (result.has_room and not self._hot.pending()):
+        if result.block_hashes:
+            self._fault.stored()
+        if result.has_room and (result.block_hashes or not self._hot.pending()):
             self._fault.over()
         self.last_checkpoint_s = self._clock.monotonic()
         self.counters.add_commit(len(result.block_hashes), result.num_bytes, result.seconds)
@@ -422,7 +424,7 @@ class Planner:
 
     def _advance(self) -> None:
         if self.degraded_reason:
-            self._governor.hold_grants(HeldBy.DISK)
+            self._governor.hold_grants(HeldBy.DISK, 0)
             return
         self._grant()
         now = self._now_s
@@ -449,18 +451,21 @@ class Planner:
     def _grant(self) -> None:
         """Hand hot blocks to the engine thread, pinned ones first, as long as there is room for them on disk and under way."""
         granted: list[IndexNode] = []
-        held_by = HeldBy.NONE
+        num_refused = 0
         while (node := self._hot.take()) is not None:
             if self._make_room(node):
                 granted.append(node)
                 continue
             self._hot.release(node.block_hash, node)
             self._operations.settle(node.block_hash, "the disk budget has no room for all pins" if node.num_pins else "")
-            self.counters.num_refused_blocks += 1
-            held_by = HeldBy.DISK
+            num_refused += 1
+        self.counters.num_refused_blocks += num_refused
         if self._hot.num_waiting:
-            held_by = HeldBy.IN_FLIGHT
-        self._governor.hold_grants(held_by)
+            self._governor.hold_grants(HeldBy.IN_FLIGHT)
+        elif num_refused or self._now_s < self._no_room_until_s:
+            self._governor.hold_grants(HeldBy.DISK, num_refused)
+        else:
+            self._governor.hold_grants(HeldBy.NONE)
         while self._governor.is_idle and self._has_free_room() and (node := self._hot.take_dwelt(self._now_s)) is not None:
             granted.append(node)
         if not granted:

@@ -1,4 +1,4 @@
-"""Operations at the edge: pin, unpin, prefixes, tokenize, status, stats, checkpoint, drain; each ends in one ``result`` or ``failed``.
+"""Operations at the edge: pin, unpin, forget, prefixes, tokenize, status, stats, checkpoint, drain; each ends in one ``result`` or ``failed``.
 
 Towards the engine an operation has an id of the edge's own making, so that two clients never share one.
 """
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvd_client.protocol.codec import pack_body
-from kvd_client.protocol.messages import Checkpoint, Drain, Pin, Prefixes, Result, Stats, Status, Tokenize, Unpin
+from kvd_client.protocol.messages import Checkpoint, Drain, Forget, Pin, Prefixes, Result, Stats, Status, Tokenize, Unpin
 
 from kvd.cache.tenants import tenant_salt
-from kvd.commands import CheckpointNow, Command, OpDone, OpFailed, PinPrefix, Query, Recipe
+from kvd.commands import CheckpointNow, Command, ForgetPrefixes, OpDone, OpFailed, PinPrefix, Query, Recipe
 from kvd.commands import Drain as DrainCommand
 from kvd.commands import Unpin as UnpinCommand
 from kvd.transport.bodies import TextJob, TextResult
 from kvd.transport.clients import Client
 from kvd.transport.edge import RETRY_AFTER_S, Edge
 from kvd.transport.errors import RequestError, bad_request
-from kvd.transport.validation import check_id, check_name, check_pin
-from kvd.types import ErrorCode
+from kvd.transport.validation import check_forget, check_id, check_name, check_pin
+from kvd.types import TOKEN_BYTES, ErrorCode
 
-Operation = Pin | Unpin | Prefixes | Tokenize | Status | Stats | Checkpoint | Drain
+Operation = Pin | Unpin | Forget | Prefixes | Tokenize | Status | Stats | Checkpoint | Drain
 
 REPORT_TIMEOUT_S = 1.0
 """An engine that has not answered ``status`` or ``stats`` after so long is busy; the last snapshot answers for it."""
@@ -66,7 +66,7 @@ class Operations:
             limit = self._edge.config.max_requests_per_client
             raise RequestError(ErrorCode.OVERLOADED, f"a client may have {limit} requests and operations", retry_after_s=RETRY_AFTER_S)
         operation = _Operation(client, message)
-        if isinstance(message, Tokenize | Pin):
+        if isinstance(message, Tokenize | Pin) or (isinstance(message, Forget) and message.input):
             self._tokenise(operation, message, bodies)
         else:
             self._command(operation, message)
@@ -82,6 +82,9 @@ class Operations:
             token_ids = result.require_ids()
             if isinstance(operation.message, Pin):
                 self._pin(operation, operation.message, result)
+            elif isinstance(operation.message, Forget):
+                # The last token of a text may be another one where the text goes on.
+                self._forget(operation, operation.message, token_ids[:-TOKEN_BYTES] if result.text is not None else token_ids)
             else:
                 self._answer(operation, {"count": len(token_ids) // 4}, token_ids)
         except RequestError as error:
@@ -145,11 +148,15 @@ class Operations:
     def _with_transport(self, stats: dict[str, Any]) -> dict[str, Any]:
         return {**stats, "transport": self._edge.counters.as_dict()}
 
-    def _tokenise(self, operation: _Operation, message: Tokenize | Pin, bodies: list[bytes]) -> None:
+    def _tokenise(self, operation: _Operation, message: Tokenize | Pin | Forget, bodies: list[bytes]) -> None:
         vocab_size = 0
         if isinstance(message, Pin):
             hello, _ = self._edge.require_ready()
             check_pin(message)
+            vocab_size = hello.vocab_size
+        elif isinstance(message, Forget):
+            hello, _ = self._edge.require_ready()
+            check_forget(message)
             vocab_size = hello.vocab_size
         elif self._edge.text is None:
             raise self._edge.starting()
@@ -166,7 +173,7 @@ class Operations:
                 body=bodies[0],
                 vocab_size=vocab_size,
                 template_args=message.template_args,
-                is_prefix=isinstance(message, Pin),
+                is_prefix=isinstance(message, Pin | Forget),
             )
         )
         client.num_text_jobs += 1
@@ -183,6 +190,7 @@ class Operations:
             raise RequestError(
                 ErrorCode.PROMPT_TOO_LONG, f"the prefix has {num_tokens} tokens; it must leave room for one within {hello.max_model_len}"
             )
+        now_unix_s = time.time()
         recipe = Recipe(
             name=operation.client.caller.qualified(message.name),
             token_ids=result.token_ids,
@@ -192,17 +200,35 @@ class Operations:
             template_args=message.template_args,
             tenant_salt=tenant_salt(operation.client.caller.tenant, message.cache_salt),
             priority=message.priority,
-            created_unix_s=time.time(),
+            created_unix_s=now_unix_s,
+            expires_unix_s=now_unix_s + message.ttl_s if message.ttl_s else 0.0,
         )
         self._send_command(operation, lambda op_id: PinPrefix(op_id, recipe))
 
-    def _command(self, operation: _Operation, message: Unpin | Prefixes | Checkpoint | Drain) -> None:
+    def _forget(self, operation: _Operation, message: Forget, token_ids: bytes = b"") -> None:
+        """Without ids: everything of the tenant or salt."""
+        hello, _ = self._edge.require_ready()
+        caller = operation.client.caller
+        tenant = caller.tenant if message.tenant is None else message.tenant
+        if tenant != caller.tenant and not caller.is_operator:
+            raise bad_request("tenant is another's; only an operator on this machine may name one")
+        if message.input and len(token_ids) // TOKEN_BYTES < hello.block_size_tokens:
+            size = hello.block_size_tokens
+            raise RequestError(ErrorCode.PIN_TOO_SHORT, f"the prefix holds no full block of {size} tokens: nothing is kept under it")
+        is_whole = message.cache_salt is None and not message.input
+        salt = None if is_whole else tenant_salt(tenant, message.cache_salt or b"")
+        self._send_command(operation, lambda op_id: ForgetPrefixes(op_id, tenant, salt, token_ids))
+
+    def _command(self, operation: _Operation, message: Unpin | Forget | Prefixes | Checkpoint | Drain) -> None:
         match message:
             case Unpin():
                 check_name(message.name)
                 self._edge.require_ready()
                 name = operation.client.caller.qualified(message.name)
                 self._send_command(operation, lambda op_id: UnpinCommand(op_id, name))
+            case Forget():
+                check_forget(message)
+                self._forget(operation, message)
             case Prefixes():
                 self._require_engine()
                 self._send_command(operation, lambda op_id: Query(op_id, "prefixes", operation.client.caller.tenant))

@@ -286,6 +286,8 @@ class Requests:
                 stop_token_ids=tuple(sorted(stop_ids)),
                 credit_tokens=request.credit.take_grant(),
                 tenant_salt=tenant_salt(request.client.caller.tenant, message.cache_salt),
+                cache_priority=message.cache_priority,
+                cache_ttl_s=message.cache_ttl_s,
             )
         )
         request.is_running = True

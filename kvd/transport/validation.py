@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from kvd_client.protocol.messages import ID_BYTES, Generate, Pin, Sampling
+from kvd_client.protocol.messages import ID_BYTES, Forget, Generate, Pin, Sampling
 
 from kvd.transport.errors import RequestError, bad_request
 from kvd.types import ErrorCode, SamplingParams
@@ -13,6 +13,8 @@ from kvd.types import ErrorCode, SamplingParams
 INPUTS = ("text", "ids", "messages")
 MAX_LOGPROBS = 20
 MAX_SALT_BYTES = 64
+MAX_TENANT_CHARS = 64
+MAX_TTL_S = 366 * 86400
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = (1 << 64) - 1
@@ -49,6 +51,8 @@ def check_generate(message: Generate, *, max_choices: int, max_stop_strings: int
     for token_id in message.stop_token_ids:
         _check_range("stop_token_ids", token_id, 0, vocab_size - 1)
     _check_salt(message.cache_salt)
+    _check_range("cache_priority", message.cache_priority, 0, 100)
+    _check_ttl("cache_ttl_s", message.cache_ttl_s)
     _check_sampling(message.sampling)
 
 
@@ -61,7 +65,21 @@ def check_pin(message: Pin) -> None:
     check_name(message.name)
     _check_input(message.input)
     _check_range("priority", message.priority, 0, 100)
+    _check_ttl("ttl_s", message.ttl_s)
     _check_salt(message.cache_salt)
+
+
+def check_forget(message: Forget) -> None:
+    """Everything about a ``forget`` that can be told without its prefix.
+
+    Raises:
+        RequestError: ``bad_request``, naming the field and its range.
+    """
+    if message.input:
+        _check_input(message.input)
+    _check_salt(message.cache_salt or b"")
+    if message.tenant and len(message.tenant) > MAX_TENANT_CHARS:
+        raise bad_request(f"tenant has {len(message.tenant)} characters; at most {MAX_TENANT_CHARS} are allowed")
 
 
 def check_name(name: str) -> None:
@@ -130,6 +148,11 @@ def _check_input(value: str) -> None:
 def _check_salt(salt: bytes) -> None:
     if len(salt) > MAX_SALT_BYTES:
         raise bad_request(f"cache_salt has {len(salt)} bytes; at most {MAX_SALT_BYTES} are allowed")
+
+
+def _check_ttl(field: str, value: float) -> None:
+    if not 0 <= value <= MAX_TTL_S:  # nan is in no range
+        raise bad_request(f"{field} is {value}; it must be from 0 (no end) to {MAX_TTL_S} (a year)")
 
 
 def _check_at_least(field: str, value: int, low: int) -> None:

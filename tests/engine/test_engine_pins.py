@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_client import POISON
-from engine_world import World, recipe
+from engine_world import World, namespace_of, recipe
 
 from kvd.cache.events import BlockOrigin
 from kvd.commands import Drain, Query, RecipeDurable, Unpin
@@ -47,7 +47,7 @@ def pinned(world, name, tokens, **options):
 
 
 def reported(world, name):
-    return next(entry for entry in world.pins.report() if entry["name"] == name)
+    return next(entry for entry in world.pins.report(world.clock.unix()) if entry["name"] == name)
 
 
 # ----------------------------------------------------------------------------------------- the way of a pin
@@ -379,5 +379,105 @@ def test_answers_of_the_disk_that_nobody_waits_for_are_ignored():
         world.send(RecipeDurable(b"nobody"))
         op_id = world.op(Query, "prefixes")
         yield from world.answered(op_id)
+
+    ends(life)
+
+
+# ----------------------------------------------------------------------------------------- pins that end by themselves
+
+
+def passed(world, seconds):
+    end_s = world.clock.now_s + seconds
+    yield from world.until(lambda: world.clock.now_s >= end_s, max_rounds=5000)
+
+
+def test_a_pin_with_an_end_is_unpinned_then_durably_and_nobody_is_told():
+    def life(world):
+        yield from world.ready()
+        yield from pinned(world, "short", SYSTEM, expires_unix_s=world.clock.unix() + 5.0)
+        yield from pinned(world, "long", OTHER)
+        assert 4.0 < reported(world, "short")["expires_in_s"] <= 5.0
+        assert reported(world, "long")["expires_in_s"] is None
+        yield from passed(world, 3.0)
+        assert set(world.cache.pins()) == {"short", "long"}
+        yield from passed(world, 4.0)
+        assert set(world.cache.pins()) == {"long"}
+        num_answers = len(world.client.answers)
+        world.book.settle()
+        yield from passed(world, 2.0)
+        assert set(world.book.durable) == {"long"}
+        assert len(world.client.answers) == num_answers
+        assert world.cache.num_cached >= 3  # its blocks stay until the room is needed
+
+    ends(life)
+
+
+def test_the_acknowledgement_says_when_a_pin_ends():
+    def life(world):
+        yield from world.ready()
+        op_id = world.pin("short", SYSTEM, expires_unix_s=2.0e9)
+        yield from settled(world, op_id)
+        assert world.client.answers[op_id].result["expires_unix_s"] == 2.0e9
+
+    ends(life)
+
+
+def test_an_end_that_the_disk_refuses_is_tried_again_and_the_pin_stays_out_of_memory():
+    def life(world):
+        yield from world.ready()
+        yield from pinned(world, "short", SYSTEM, expires_unix_s=world.clock.unix() + 1.0)
+        yield from passed(world, 3.0)
+        num_removals = len(world.book.history)
+        world.book.settle(error="no space left")
+        yield from passed(world, 10.0)
+        assert len(world.book.history) == num_removals
+        assert not world.cache.pins()
+        yield from passed(world, 60.0)
+        assert len(world.book.history) == num_removals + 1
+        world.book.settle()
+        yield
+        assert not world.book.durable
+
+    ends(life)
+
+
+def test_a_pin_anew_outlives_the_end_of_the_old_one():
+    def life(world):
+        yield from world.ready()
+        yield from pinned(world, "system", SYSTEM, expires_unix_s=world.clock.unix() + 3.0)
+        yield from pinned(world, "system", SYSTEM)
+        yield from passed(world, 10.0)
+        assert set(world.cache.pins()) == set(world.book.durable) == {"system"}
+
+    ends(life)
+
+
+def test_a_start_restores_no_pin_whose_time_is_over_and_removes_it():
+    recipes = [recipe("over", SYSTEM, expires_unix_s=1.7e9 + 999.0), recipe("not_yet", OTHER, expires_unix_s=1.7e9 + 99_999.0)]
+
+    def life(world):
+        world.book.settle()
+        yield from world.ready()
+        assert set(world.cache.pins()) == {"not_yet"}
+        assert set(world.book.durable) == {"not_yet"}
+        assert [entry["name"] for entry in world.pins.report(world.clock.unix())] == ["not_yet"]
+
+    ends(life, recipes=recipes)
+
+
+# ----------------------------------------------------------------------------------------- how requests want their blocks kept
+
+
+def test_a_requests_priority_and_its_end_decide_what_leaves():
+    def life(world):
+        yield from world.ready()
+        yield from world.over(world.submit(SYSTEM, max_tokens=1, cache_priority=90, cache_ttl_s=20.0))
+        yield from world.over(world.submit(OTHER, max_tokens=1, cache_priority=10))
+        kept = [world.cache.match(pack_tokens([*each, 1]), namespace_of(b"", b"")).nodes for each in (SYSTEM, OTHER)]
+        assert [{node.priority for node in nodes} for nodes in kept] == [{90}, {10}]
+        yield from passed(world, 15.0)
+        assert {node.priority for node in kept[0]} == {90}
+        yield from passed(world, 10.0)
+        assert {node.priority for node in kept[0]} == {0}
 
     ends(life)

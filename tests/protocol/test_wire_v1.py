@@ -50,6 +50,7 @@ CLIENT = {
     "hello-range": (Hello(protocol=(1, 3)), []),
     "generate-text": (Generate(request_id=ID, input="text"), ["Grüße".encode()]),
     "generate-ids": (Generate(request_id=ID, input="ids", text=False, max_tokens=1), [bytes.fromhex("0100000000c00000")]),
+    "generate-retention": (Generate(request_id=ID, input="text", cache_priority=80, cache_ttl_s=300.0), [b"x"]),
     "generate-messages": (
         Generate(
             request_id=ID,
@@ -80,6 +81,7 @@ CLIENT = {
     "abort": (Abort(request_id=ID), []),
     "credit": (Credit(request_id=ID, num_tokens=512), []),
     "pin": (Pin(op_id=ID, name="support", input="messages", priority=80, cache_salt=b"tenant-1"), [pack_body(CHAT[:1])]),
+    "pin-ttl": (Pin(op_id=ID, name="support", input="messages", ttl_s=3600.5), [pack_body(CHAT[:1])]),
     "unpin": (Unpin(op_id=ID, name="support"), []),
     "prefixes": (Prefixes(op_id=ID), []),
     "tokenize": (Tokenize(op_id=ID, input="text"), [b"hello"]),

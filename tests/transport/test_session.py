@@ -107,13 +107,14 @@ def test_stated_parameters_reach_the_engine():
     )
     harness.generate(
         body=pack_tokens([1, 2]), input="ids", sampling=sampling, ignore_eos=True, stop_token_ids=(7, 5), n=2, min_tokens=3, credit=10,
-        cache_salt=b"salt",
+        cache_salt=b"salt", cache_priority=80, cache_ttl_s=60.0,
     )  # fmt: skip
     (submit,) = harness.commands
     assert isinstance(submit, Submit)
     assert submit.token_ids == pack_tokens([1, 2])
     assert submit.stop_token_ids == (5, 7)
     assert (submit.num_choices, submit.min_tokens, submit.credit_tokens, submit.tenant_salt) == (2, 3, 10, tenant_salt("", b"salt"))
+    assert (submit.cache_priority, submit.cache_ttl_s) == (80, 60.0)
     params = submit.sampling
     assert (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.num_logprobs) == (0.5, 3, 0.9, 0.1, 9, 2)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.2, 0.3, -0.4)
@@ -285,6 +286,11 @@ def test_logprobs_pass():
         ({"stop": ("x",) * 17}, "16"),
         ({"stop_token_ids": (257,)}, "stop_token_ids"),
         ({"cache_salt": bytes(65)}, "cache_salt"),
+        ({"cache_priority": 101}, "cache_priority is 101; it must be from 0 to 100"),
+        ({"cache_priority": -1}, "cache_priority"),
+        ({"cache_ttl_s": -0.5}, "cache_ttl_s is -0.5; it must be from 0"),
+        ({"cache_ttl_s": float("nan")}, "cache_ttl_s"),
+        ({"cache_ttl_s": float("inf")}, "cache_ttl_s"),
         ({"input": "file"}, "input"),
         ({"input": "ids", "body": b"abc"}, "u32"),
         ({"input": "ids", "body": pack_tokens([257])}, "257"),

@@ -36,6 +36,18 @@ def test_a_pin_of_messages_is_the_systems_prefix_with_its_source():
     assert unpack_body(bodies[0])["name"] == "support"
 
 
+def test_a_pin_may_end_by_itself():
+    harness = Harness()
+    harness.send(Pin(op_id=request_id(1), name="a", input="text", ttl_s=60.0), b"x" * 20)
+    harness.send(Pin(op_id=request_id(2), name="b", input="text"), b"x" * 20)
+    ending, lasting = (command.recipe for command in harness.commands)
+    assert ending.expires_unix_s == ending.created_unix_s + 60.0
+    assert not ending.has_expired(ending.created_unix_s + 59.0)
+    assert ending.has_expired(ending.created_unix_s + 60.0)
+    assert lasting.expires_unix_s == 0.0
+    assert not lasting.has_expired(1e18)
+
+
 def test_pins_of_text_and_ids():
     harness = Harness()
     harness.send(Pin(op_id=request_id(1), name="a", input="text"), b"x" * 20)
@@ -73,7 +85,7 @@ def test_a_wrong_name_is_refused(name):
     assert "name" in only_failed(harness.take_messages()).message
 
 
-@pytest.mark.parametrize("fields", [{"priority": 101}, {"priority": -1}, {"cache_salt": bytes(65)}, {"input": "path"}])
+@pytest.mark.parametrize("fields", [{"priority": 101}, {"priority": -1}, {"cache_salt": bytes(65)}, {"input": "path"}, {"ttl_s": -1.0}, {"ttl_s": 1e9}, {"ttl_s": float("nan")}])
 def test_a_wrong_field_is_refused(fields):
     harness = Harness()
     harness.send(Pin(**{"op_id": request_id(1), "name": "a", "input": "text", **fields}), b"x" * 20)

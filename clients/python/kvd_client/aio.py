@@ -16,7 +16,7 @@ from kvd_client.errors import ClientClosed, KvdError
 from kvd_client.io_thread import IoThread, load_curve_keys
 from kvd_client.protocol.messages import HelloReply
 from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, generate_message, prompt_body
-from kvd_client.results import CheckpointResult, Chunk, Completion, PingResult, PinResult
+from kvd_client.results import CheckpointResult, Chunk, Completion, ForgetResult, PingResult, PinResult
 from kvd_client.session import Session, SessionConfig
 
 
@@ -118,17 +118,34 @@ class AsyncClient:
         *,
         messages: ChatMessages | None = None,
         priority: int = 50,
-        cache_salt: bytes = b"",
+        ttl_s: float = 0.0,
+        cache_salt: str | bytes = b"",
         template_args: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> PinResult:
         """Compute a prefix, keep it in memory and on disk, and bring it back first after every restart; see ``Client.pin``."""
-        operation = operations.pin(name, prompt, messages, priority=priority, cache_salt=cache_salt, template_args=template_args or {})
+        operation = operations.pin(
+            name, prompt, messages, priority=priority, ttl_s=ttl_s, cache_salt=cache_salt, template_args=template_args or {}
+        )
         return operations.pin_result(name, await self._call(operation, timeout_s))
 
     async def unpin(self, name: str, *, timeout_s: float | None = None) -> None:
         """Forget a pin; its blocks stay cached like others. Raises ``NotFound`` where there is none of this name."""
         await self._call(operations.unpin(name), timeout_s)
+
+    async def forget(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: ChatMessages | None = None,
+        cache_salt: str | bytes | None = None,
+        tenant: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> ForgetResult:
+        """Have a prefix, a salt or all of this client's tenant leave memory and disk for good; see ``Client.forget``."""
+        operation = operations.forget(prompt, messages, tenant=tenant, cache_salt=cache_salt, template_args=template_args or {})
+        return operations.forget_result(await self._call(operation, timeout_s))
 
     async def prefixes(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """The pins and the hottest prefixes: tokens, hits, residency, age."""

@@ -20,6 +20,7 @@ from kvd_client.protocol.messages import (
     Checkpoint,
     Drain,
     Finished,
+    Forget,
     Generate,
     Hello,
     HelloReply,
@@ -36,7 +37,7 @@ from kvd_client.protocol.messages import (
 )
 from kvd_client.results import Choice, Chunk, Completion, unpack_tokens
 
-OperationMessage = Pin | Unpin | Prefixes | Tokenize | Status | Stats | Checkpoint | Drain | Ping | Hello
+OperationMessage = Pin | Unpin | Forget | Prefixes | Tokenize | Status | Stats | Checkpoint | Drain | Ping | Hello
 
 
 @dataclass(frozen=True, slots=True)

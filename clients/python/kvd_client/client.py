@@ -16,7 +16,7 @@ from kvd_client.errors import ClientClosed, KvdError
 from kvd_client.io_thread import IoThread, load_curve_keys
 from kvd_client.protocol.messages import HelloReply
 from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, generate_message, prompt_body
-from kvd_client.results import CheckpointResult, Chunk, Completion, PingResult, PinResult
+from kvd_client.results import CheckpointResult, Chunk, Completion, ForgetResult, PingResult, PinResult
 from kvd_client.session import Session, SessionConfig
 
 
@@ -139,7 +139,8 @@ class Client:
         *,
         messages: ChatMessages | None = None,
         priority: int = 50,
-        cache_salt: bytes = b"",
+        ttl_s: float = 0.0,
+        cache_salt: str | bytes = b"",
         template_args: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> PinResult:
@@ -149,7 +150,8 @@ class Client:
             name: replaces the pin of this name.
             prompt: the prefix as text or ids; or
             messages: the beginning of conversations, mostly one system message: what their renderings share is pinned.
-            priority: larger is rehydrated earlier.
+            priority: 0 to 100; larger is rehydrated earlier.
+            ttl_s: seconds after which the pin ends by itself, across restarts; 0: never.
             cache_salt: as in the requests that will use it.
             template_args: further variables of the chat template.
             timeout_s: see the class.
@@ -158,7 +160,9 @@ class Client:
             PinTooShort: less than one block.
             PinCapacity: more than pins may hold.
         """
-        operation = operations.pin(name, prompt, messages, priority=priority, cache_salt=cache_salt, template_args=template_args or {})
+        operation = operations.pin(
+            name, prompt, messages, priority=priority, ttl_s=ttl_s, cache_salt=cache_salt, template_args=template_args or {}
+        )
         return operations.pin_result(name, self._call(operation, timeout_s))
 
     def unpin(self, name: str, *, timeout_s: float | None = None) -> None:
@@ -168,6 +172,33 @@ class Client:
             NotFound: there is none of this name.
         """
         self._call(operations.unpin(name), timeout_s)
+
+    def forget(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: ChatMessages | None = None,
+        cache_salt: str | bytes | None = None,
+        tenant: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> ForgetResult:
+        """Have a prefix, a salt or all of this client's tenant leave memory and disk for good. Returns when that is durable.
+
+        Args:
+            prompt: a prefix as text or ids; or
+            messages: the beginning of conversations; without either everything of the salt, or of the tenant, is forgotten.
+            cache_salt: of these alone (empty: without a salt); None: a prefix without a salt, else every salt.
+            tenant: another tenant than the client's own; for operators on the daemon's machine.
+            template_args: further variables of the chat template.
+            timeout_s: see the class.
+
+        Raises:
+            PinTooShort: the prefix is less than one block; nothing is kept under it.
+            StorageError: it is not known to have left the disk.
+        """
+        operation = operations.forget(prompt, messages, tenant=tenant, cache_salt=cache_salt, template_args=template_args or {})
+        return operations.forget_result(self._call(operation, timeout_s))
 
     def prefixes(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """The pins and the hottest prefixes: tokens, hits, residency, age."""

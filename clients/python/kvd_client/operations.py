@@ -10,8 +10,8 @@ from kvd_client.calls import Call, Deliver, OperationMessage, Reply
 from kvd_client.errors import InternalError
 from kvd_client.protocol.codes import Code
 from kvd_client.protocol.messages import Checkpoint, Drain, Hello, HelloReply, Ping, Pong, Prefixes, Stats, Status, Unpin
-from kvd_client.requests import ChatMessages, Prompt, pin_message, prompt_body, tokenize_message
-from kvd_client.results import CheckpointResult, PingResult, PinResult, unpack_tokens
+from kvd_client.requests import ChatMessages, Prompt, forget_message, pin_message, prompt_body, tokenize_message
+from kvd_client.results import CheckpointResult, ForgetResult, PingResult, PinResult, unpack_tokens
 
 _NO_ID = bytes(16)
 
@@ -31,14 +31,37 @@ class Operation:
 
 
 def pin(
-    name: str, prompt: Prompt | None, messages: ChatMessages | None, *, priority: int, cache_salt: bytes, template_args: Mapping[str, Any]
+    name: str,
+    prompt: Prompt | None,
+    messages: ChatMessages | None,
+    *,
+    priority: int,
+    ttl_s: float,
+    cache_salt: str | bytes,
+    template_args: Mapping[str, Any],
 ) -> Operation:
     kind, body = prompt_body(prompt, messages)
-    return Operation(pin_message(name, kind, priority=priority, cache_salt=cache_salt, template_args=template_args), (body,))
+    return Operation(pin_message(name, kind, priority=priority, ttl_s=ttl_s, cache_salt=cache_salt, template_args=template_args), (body,))
 
 
 def unpin(name: str) -> Operation:
     return Operation(Unpin(op_id=_NO_ID, name=name))
+
+
+def forget(
+    prompt: Prompt | None,
+    messages: ChatMessages | None,
+    *,
+    tenant: str | None,
+    cache_salt: str | bytes | None,
+    template_args: Mapping[str, Any],
+) -> Operation:
+    kind, *bodies = prompt_body(prompt, messages) if prompt is not None or messages is not None else ("",)
+    return Operation(forget_message(kind, tenant=tenant, cache_salt=cache_salt, template_args=template_args), tuple(bodies))
+
+
+def forget_result(reply: Reply) -> ForgetResult:
+    return ForgetResult(int(reply.data.get("blocks", 0)), int(reply.data.get("pins", 0)))
 
 
 def prefixes() -> Operation:

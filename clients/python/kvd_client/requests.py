@@ -8,7 +8,7 @@ from typing import Any, TypedDict, TypeVar
 from kvd_client.errors import BadRequest, TooLarge
 from kvd_client.protocol import codec
 from kvd_client.protocol.codes import Code
-from kvd_client.protocol.messages import Generate, Message, Pin, Sampling, Tokenize
+from kvd_client.protocol.messages import Forget, Generate, Message, Pin, Sampling, Tokenize
 from kvd_client.results import pack_tokens
 
 ChatMessages = Sequence[Mapping[str, Any]]
@@ -33,7 +33,9 @@ class GenerateOptions(TypedDict, total=False):
     ``stop_token_ids``, ``ignore_eos`` (False).
 
     ``n`` (1) asks for so many answers that share the prompt's computation. ``text`` (True): False sends ids alone. ``cache_salt`` (empty): only
-    requests with the same salt share cached prefixes. ``template_args``: further variables of the chat template. ``window_tokens`` (512): how
+    requests with the same salt share cached prefixes. ``cache_priority`` (50; 0 to 100): blocks of the lowest leave the daemon's memory first;
+    ``cache_ttl_s`` (0: no end): seconds from the request's end after which that priority counts no more. ``template_args``: further variables
+    of the chat template. ``window_tokens`` (512): how
     many tokens of a stream may wait unread before the daemon stops computing them.
     """
 
@@ -53,7 +55,9 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     n: int
     text: bool
-    cache_salt: bytes
+    cache_salt: str | bytes
+    cache_priority: int
+    cache_ttl_s: float
     template_args: Mapping[str, Any]
     window_tokens: int
 
@@ -75,6 +79,8 @@ def generate_message(input_kind: str, *, stream: bool, options: GenerateOptions)
     fields: dict[str, Any] = {name: value for name, value in options.items() if name not in _SAMPLING}
     window_tokens = fields.pop("window_tokens", DEFAULT_WINDOW_TOKENS)
     stop = fields.pop("stop", ())
+    if "cache_salt" in fields:
+        fields["cache_salt"] = salt_bytes(fields["cache_salt"])
     n = fields.get("n", 1)
     if not isinstance(n, int) or n < 1 or window_tokens < 1:
         raise BadRequest("n and window_tokens are at least 1", code=Code.BAD_REQUEST)
@@ -93,11 +99,32 @@ def generate_message(input_kind: str, *, stream: bool, options: GenerateOptions)
     )
 
 
-def pin_message(name: str, input_kind: str, *, priority: int, cache_salt: bytes, template_args: Mapping[str, Any]) -> Pin:
+def pin_message(name: str, input_kind: str, *, priority: int, ttl_s: float, cache_salt: str | bytes, template_args: Mapping[str, Any]) -> Pin:
     """The header of a pin."""
     return _checked(
-        Pin(op_id=bytes(16), name=name, input=input_kind, priority=priority, cache_salt=cache_salt, template_args=dict(template_args))
+        Pin(
+            op_id=bytes(16),
+            name=name,
+            input=input_kind,
+            priority=priority,
+            ttl_s=ttl_s,
+            cache_salt=salt_bytes(cache_salt),
+            template_args=dict(template_args),
+        )
     )
+
+
+def forget_message(
+    input_kind: str, *, tenant: str | None, cache_salt: str | bytes | None, template_args: Mapping[str, Any]
+) -> Forget:
+    """The header of ``forget``."""
+    salt = None if cache_salt is None else salt_bytes(cache_salt)
+    return _checked(Forget(op_id=bytes(16), tenant=tenant, cache_salt=salt, input=input_kind, template_args=dict(template_args)))
+
+
+def salt_bytes(cache_salt: str | bytes) -> bytes:
+    """A salt as the wire has it; text is UTF-8."""
+    return cache_salt.encode() if isinstance(cache_salt, str) else cache_salt
 
 
 def tokenize_message(input_kind: str, template_args: Mapping[str, Any]) -> Tokenize:

@@ -90,6 +90,14 @@ class PinResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetResult:
+    """What left memory and disk for good."""
+
+    num_blocks: int
+    num_pins: int
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointResult:
     """What a checkpoint made durable."""
 

@@ -38,6 +38,8 @@ def encode(message: Message, *bodies: bytes) -> list[bytes]:
         ProtocolError: the header is longer than ``MAX_HEADER_BYTES``.
     """
     header = msgspec.msgpack.encode(message)
+    if header[:2] == b"\xde\x00" and header[2] < 16:  # a struct of more than 15 fields, most of them left out: the short form says the same
+        header = bytes((0x80 | header[2],)) + header[3:]
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(Code.TOO_LARGE, f"header of {len(header)} bytes, the limit is {MAX_HEADER_BYTES}; move data to the body")
     return [header, *bodies]

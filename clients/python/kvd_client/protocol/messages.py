@@ -71,6 +71,10 @@ class Generate(Message, frozen=True, tag="generate"):
     text: bool = True
     """Whether ``tokens`` messages carry text."""
     cache_salt: bytes = b""
+    cache_priority: int = 50
+    """0 to 100: what leaves memory first when room is needed are blocks of the lowest priority that a use of them gave."""
+    cache_ttl_s: float = 0.0
+    """Seconds from the request's end after which its priority counts no more; 0: no end."""
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
@@ -99,11 +103,27 @@ class Pin(Message, frozen=True, tag="pin"):
     priority: int = 50
     cache_salt: bytes = b""
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
+    ttl_s: float = 0.0
+    """Seconds after which the pin ends by itself, as ``unpin`` would end it, whether the daemon runs then or not; 0: never."""
 
 
 class Unpin(Message, frozen=True, tag="unpin"):
     op_id: bytes
     name: str
+
+
+class Forget(Message, frozen=True, tag="forget"):
+    """Have a tenant, a salt or a prefix leave memory and disk for good; answered by ``result`` {blocks, pins} when that is durable.
+
+    ``cache_salt`` None: every salt of the tenant. ``input`` empty: everything of it, and no body; else one body frame as for ``pin``: what begins with
+    that prefix's whole blocks. ``tenant``, for operators alone: another one than the client's own.
+    """
+
+    op_id: bytes
+    tenant: str | None = None
+    cache_salt: bytes | None = None
+    input: str = ""
+    template_args: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Prefixes(Message, frozen=True, tag="prefixes"):
@@ -151,7 +171,7 @@ class Ping(Message, frozen=True, tag="ping"):
     nonce: int = 0
 
 
-ClientMessage = Hello | Generate | Abort | Credit | Pin | Unpin | Prefixes | Tokenize | Status | Stats | Checkpoint | Drain | Ping
+ClientMessage = Hello | Generate | Abort | Credit | Pin | Unpin | Forget | Prefixes | Tokenize | Status | Stats | Checkpoint | Drain | Ping
 
 # ------------------------------------------------------------------------------------------- daemon to client
 
