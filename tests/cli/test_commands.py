@@ -116,8 +116,8 @@ class StubClient:
         self._record("tokenize", prompt, messages=messages)
         return (5, 6, 7)
 
-    def pin(self, name, prompt=None, *, messages=None, priority=50):
-        self._record("pin", name, prompt, messages=messages, priority=priority)
+    def pin(self, name, prompt=None, *, messages=None, cache_salt=b"", priority=50, ttl_s=0.0):
+        self._record("pin", name, prompt, messages=messages, priority=priority, ttl_s=ttl_s)
         return PinResult(name, {"tokens": 96, "blocks": 6, "durable": "recipe+bytes"})
 
     def unpin(self, name):
@@ -335,13 +335,13 @@ def test_pin_from_each_source(stub, tmp_path, capsys):
     (tmp_path / "m.json").write_text('[{"role": "system", "content": "x"}]', encoding="utf-8")
     assert app.main(["pin", "a", "--system-file", str(tmp_path / "s.txt"), "--json"]) == 0
     assert only_object(capsys.readouterr().out) == {"name": "a", "tokens": 96, "blocks": 6, "durable": "recipe+bytes"}
-    assert app.main(["pin", "b", "--messages-file", str(tmp_path / "m.json"), "--priority", "90"]) == 0
+    assert app.main(["pin", "b", "--messages-file", str(tmp_path / "m.json"), "--priority", "90", "--ttl", "60"]) == 0
     assert capsys.readouterr().out == "pinned b: 96 tokens, 6 blocks; recipe and bytes are on disk\n"
     assert app.main(["pin", "c", "--prompt-file", str(tmp_path / "s.txt")]) == 0
     assert stub.calls == [
-        ("pin", ("a", None), {"messages": [{"role": "system", "content": "You are."}], "priority": 50}),
-        ("pin", ("b", None), {"messages": [{"role": "system", "content": "x"}], "priority": 90}),
-        ("pin", ("c", "You are."), {"messages": None, "priority": 50}),
+        ("pin", ("a", None), {"messages": [{"role": "system", "content": "You are."}], "priority": 50, "ttl_s": 0.0}),
+        ("pin", ("b", None), {"messages": [{"role": "system", "content": "x"}], "priority": 90, "ttl_s": 60.0}),
+        ("pin", ("c", "You are."), {"messages": None, "priority": 50, "ttl_s": 0.0}),
     ]
 
 
