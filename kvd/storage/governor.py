@@ -60,7 +60,7 @@ class Governor:
         return 0 < self._pause_queue_depth < self.queue_depth
 
     def num_held(self) -> Mapping[str, int]:
-        """How often each held a copy back: rounds of the engine for ``rate``, ``queue``, ``staging``; of the planner for ``disk``; of both for ``in_flight``."""
+        """How often each held a copy back: rounds of the engine, and of the planner for ``in_flight``; blocks for ``disk``."""
         return {name.value: self._num_copies_held[name] + self._num_grants_held[name] for name in HeldBy if name is not HeldBy.NONE}
 
     def on_step(self, step: int) -> None:
@@ -100,8 +100,8 @@ class Governor:
         """Every copy that was wanted has begun."""
         self._copies_held_by = HeldBy.NONE
 
-    def hold_grants(self, by: HeldBy) -> None:
-        """What keeps the planner from asking for more copies, or ``NONE``."""
+    def hold_grants(self, by: HeldBy, times: int = 1) -> None:
+        """What keeps the planner from asking for more copies, or ``NONE``; ``times`` it did so in this round."""
         self._grants_held_by = by
         if by is not HeldBy.NONE:
-            self._num_grants_held[by] += 1
+            self._num_grants_held[by] += times
