@@ -1,4 +1,6 @@
-"""A fault of the disk from its first refusal until blocks are stored again, however often it is tried meanwhile: reported once, and once when it is over."""
+"""A fault of the disk from its first refusal until blocks are stored again and there is room for more, however often it is tried meanwhile: reported once, and
+once when it is over.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,17 @@ class FaultEpisode:
 
     @property
     def is_second_refusal(self) -> bool:
-        """Whether the disk took a row, and then no block again: it is full indeed, and only pages that become free in the file can help."""
+        """Whether the disk took a row, and then no block again: it is full indeed, and only pages that become free in the file can help. If they do, and are
+        used up in turn, it is so once more.
+        """
         return self._num_refusals == 2
 
+    def stored(self) -> None:
+        """Blocks were stored, be it in pages that had become free."""
+        self._num_refusals = min(self._num_refusals, 1)
+
     def over(self) -> None:
-        """Blocks are stored again, or could be."""
+        """Blocks are stored again, or could be, and the disk has room."""
         if self.reason:
             self._log.info("storage.resumed")
         self._reported.clear()
