@@ -1,13 +1,14 @@
 """A small world around storage: the real cache and executor thread over a pool whose bytes are a function of the block's identity.
 
 Run as a script, ``victim DIR`` is what the kill tests kill: it works on a state directory in a fixed way and prints what it was promised.
-``golden DIR`` makes the golden files of the present format. ``full DIR`` and ``readonly DIR`` live on a disk that takes nothing more.
+``golden DIR`` and ``golden_sealed DIR`` make the golden files of the present format. ``full DIR`` and ``readonly DIR`` live on a disk that takes nothing more.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from kvd.cache.manager import CacheManager
 from kvd.commands import CheckpointDone, Recipe, RecipeDurable
 from kvd.config import StorageConfig
 from kvd.executor.worker import ExecutorThread
+from kvd.storage.keys import KeyRing
 from kvd.storage.persistence import Storage
 from kvd.storage.rehydration_report import RehydrationReport
 from kvd.storage.tools import check_store
@@ -262,15 +264,28 @@ def victim(state_dir: Path) -> None:
     print("stopped", flush=True)
 
 
-def golden(state_dir: Path) -> None:
+GOLDEN_KEY = bytes(range(32))
+
+
+def golden_sealed(state_dir: Path) -> None:
+    """As ``golden``, under ``GOLDEN_KEY``, with nonces and keys that are the same each time."""
+    number = itertools.count()
+    KeyRing.__init__.__kwdefaults__["random"] = lambda num_bytes: hashlib.shake_128(b"%d" % next(number)).digest(num_bytes)
+    key_file = state_dir.with_name(f"{state_dir.name}.key")
+    key_file.write_bytes(GOLDEN_KEY)
+    key_file.chmod(0o600)
+    golden(state_dir, store_encryption_key_file=str(key_file))
+
+
+def golden(state_dir: Path, **options) -> None:
     """Make the state directory that is committed as the golden files of a format: a pin, a hot prompt, and one that only the log knows."""
-    world = World(state_dir, row_bytes=200)
+    world = World(state_dir, row_bytes=200, **options)
     assert world.pin("system", prompt(9, 48)) == "recipe+bytes"
     for _ in range(3):
         world.ask(prompt(0, 49, shared=16))
     assert not world.checkpoint().error
     world.stop()
-    world = World(state_dir, row_bytes=200, checkpoint_interval_s=1000.0)
+    world = World(state_dir, row_bytes=200, checkpoint_interval_s=1000.0, **options)
     world.ask(prompt(1, 33))
     world.until(lambda: world.storage._running.wal.durable_lsn == world.storage._running.wal.last_lsn)
     crash(world)
@@ -354,4 +369,4 @@ def _empty(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"victim": victim, "golden": golden, "full": full, "readonly": readonly}[sys.argv[1]](Path(sys.argv[2]))
+    {"victim": victim, "golden": golden, "golden_sealed": golden_sealed, "full": full, "readonly": readonly}[sys.argv[1]](Path(sys.argv[2]))
