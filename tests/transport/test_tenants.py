@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from edge_harness import Harness, only_failed, request_id
-from kvd_client.protocol.codec import encode, unpack_body
-from kvd_client.protocol.messages import Abort, Credit, Failed, Finished, Generate, Pin, Prefixes, Tokens, Unpin
+from kvd_client.protocol.codec import encode, pack_body, unpack_body
+from kvd_client.protocol.messages import Abort, Credit, Failed, Finished, Forget, Generate, Pin, Prefixes, Tokens, Unpin
 
 from kvd.cache.tenants import tenant_salt
 from kvd.commands import Abort as AbortCommand
-from kvd.commands import PinPrefix, Query, Submit
+from kvd.commands import ForgetPrefixes, PinPrefix, Query, Submit
 from kvd.commands import Unpin as UnpinCommand
 from kvd.transport.errors import EndpointError, TenantUnknownError
 from kvd.transport.tenants import Caller, caller_of_ipc_peer, caller_of_user_id, user_id
@@ -17,6 +17,7 @@ from kvd.transport.zap import load_curve_keys
 from kvd.types import pack_tokens
 
 ACME, RIVAL = Caller("acme"), Caller("rival")
+MESSAGES = [{"role": "system", "content": "You are a helpful assistant."}]
 KEYS = ["0" * 40, "1" * 40]
 
 
@@ -136,3 +137,60 @@ def test_an_unread_failure_is_no_other_tenants():
     ((peer, message, _),) = harness.received
     assert peer == b"one"
     assert isinstance(message, Failed)
+
+
+def forget_commands(harness):
+    return [command for command in harness.commands if isinstance(command, ForgetPrefixes)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "tenant", "salt"),
+    [
+        ({}, "acme", None),
+        ({"cache_salt": b""}, "acme", tenant_salt("acme", b"")),
+        ({"cache_salt": b"s"}, "acme", tenant_salt("acme", b"s")),
+        ({"tenant": "acme"}, "acme", None),
+    ],
+)
+def test_a_client_forgets_within_its_tenant(fields, tenant, salt):
+    harness = Harness()
+    send(harness, Forget(op_id=request_id(1), **fields), caller=ACME, peer=b"one")
+    (command,) = forget_commands(harness)
+    assert (command.tenant, command.tenant_salt, command.token_ids) == (tenant, salt, b"")
+
+
+def test_prefixes_are_forgotten_by_their_whole_blocks():
+    harness = Harness()
+    for number, (kind, body) in enumerate([("ids", pack_tokens(range(40))), ("text", b"x" * 32), ("messages", pack_body(MESSAGES))], 1):
+        send(harness, Forget(op_id=request_id(number), input=kind, cache_salt=b"s"), body, caller=ACME, peer=b"one")
+    ids, text, messages = forget_commands(harness)
+    assert {each.tenant_salt for each in (ids, text, messages)} == {tenant_salt("acme", b"s")}
+    assert ids.token_ids == pack_tokens(range(40))
+    assert len(text.token_ids) == 4 * 31, "a text's last token may be another one where the text goes on"
+    assert messages.token_ids == pack_tokens(list(b"<system>You are a helpful assistant."))
+
+
+@pytest.mark.parametrize("caller", [ACME, Caller(), Caller("uid:1000")])
+def test_only_an_operator_forgets_for_another_tenant(caller):
+    harness = Harness()
+    send(harness, Forget(op_id=request_id(1), tenant="rival"), caller=caller, peer=b"one")
+    assert only_failed([harness.received[-1][1]]).code == "bad_request"
+    assert not harness.commands
+    send(harness, Forget(op_id=request_id(2), tenant="rival"), caller=Caller("uid:0", is_operator=True), peer=b"two")
+    assert forget_commands(harness)[0].tenant == "rival"
+
+
+@pytest.mark.parametrize(
+    ("fields", "body", "code"),
+    [
+        ({"input": "path"}, b"x" * 99, "bad_request"),
+        ({"cache_salt": bytes(65)}, None, "bad_request"),
+        ({"input": "ids"}, pack_tokens(range(15)), "pin_too_short"),
+        ({"input": "ids"}, None, "bad_request"),
+    ],
+)
+def test_a_forget_that_can_not_be_meant_is_refused(fields, body, code):
+    harness = Harness()
+    send(harness, Forget(op_id=request_id(1), **fields), *([] if body is None else [body]), caller=ACME, peer=b"one")
+    assert only_failed([harness.received[-1][1]]).code == code
+    assert not harness.commands
