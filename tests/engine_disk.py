@@ -50,7 +50,7 @@ class FakeDisk:
         if load is None or getattr(self.world.executor, "is_dead", False):
             return
         for target in load.targets[load.num_begun : load.num_begun + num_blocks]:
-            if not target.is_wanted:
+            if not target.is_wanted or target.block_hash not in self.blocks:
                 load.is_over = True
                 break
             content = memoryview(bytes(self.blocks[target.block_hash][2]))

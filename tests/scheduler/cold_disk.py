@@ -44,8 +44,8 @@ class ColdDisk:
         while self.loads and num_blocks > 0:
             _, targets = self.loads[0]
             target = targets[self.num_copied]
-            if not target.is_wanted:
-                self.fail()
+            if not target.is_wanted or target.block_hash not in self.blocks:
+                self._end()
                 continue
             self.pool[target.block_id] = list(self.blocks[target.block_hash][2])
             self.num_copied += 1
