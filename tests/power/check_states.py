@@ -65,7 +65,7 @@ class Promises:
 
 
 def check(state_dir: Path, promised: Promises) -> list[str]:
-    """What a start on ``state_dir`` breaks of what was promised, and of what a clean cut must not do."""
+    """What a start on ``state_dir`` breaks of what was promised, and of what a clean cut must not do; each begins with its kind and a colon."""
     wrong = []
     world = World(state_dir, **SETTINGS)
     try:
@@ -74,28 +74,28 @@ def check(state_dir: Path, promised: Promises) -> list[str]:
         for name in pins.keys() | promised.allowed.keys():
             allowed = promised.allowed.get(name, {None})
             if pins.get(name) not in allowed:
-                wrong.append(f"pin {name}: found {str(pins.get(name))[:16]}, allowed {[str(each)[:16] for each in allowed]}")
+                wrong.append(f"pin: {name}: found {str(pins.get(name))[:16]}, allowed {[str(each)[:16] for each in allowed]}")
         if damage := world.storage.status()["damage"]:
             wrong.append(f"damage: {damage}")
         if world.report.dropped:
-            wrong.append(f"bad blocks: {world.report.dropped}")
+            wrong.append(f"blocks: {world.report.dropped}")
         index = world.storage._running.recovered.index
         chains = {tokens: chain_of(bytes.fromhex(tokens), world.namespace) for tokens in promised.known}
         wrong += [
-            f"unknown, though the log knew it: {tokens[:16]}" for tokens, chain in chains.items() if not index.nodes.keys() >= set(chain)
+            f"log: unknown, though it was known: {tokens[:16]}" for tokens, chain in chains.items() if not index.nodes.keys() >= set(chain)
         ]
         for tokens in pins.values():
             token_ids = bytes.fromhex(tokens or "")
             cached = world.ask(token_ids + bytes(4))
             if tokens in promised.with_bytes and cached < len(token_ids) // 64 * 16:
-                wrong.append(f"{cached} tokens of a pin whose bytes were on disk")
+                wrong.append(f"bytes: {cached} tokens of a pin whose bytes were on disk")
         for token_ids in PROMPTS:
             world.ask(token_ids)
     finally:
         world.stop(clean=False)
     report = check_store(state_dir)
     if not report["ok"]:
-        wrong.append(f"check after the start: {report['problems']}")
+        wrong.append(f"check: after the start: {report['problems']}")
     again = World(state_dir, **SETTINGS)
     if damage := again.storage.status()["damage"]:
         wrong.append(f"damage at the start after: {damage}")

@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from replay import mark
 from storage_harness import World, crash, prompt
 
-PROMPTS = [*(prompt(number, 16 * 6, shared=48) for number in range(6)), *(prompt(number, 16 * 5) for number in range(30, 44))]
+PROMPTS = [*(prompt(number, 16 * 6, shared=48) for number in range(6)), *(prompt(number, 16 * 5) for number in range(30, 50))]
 SETTINGS = {"store_max_bytes": 32 << 20, "wal_segment_bytes": 1 << 13, "wal_max_bytes": 1 << 15}
-INTERVAL_S = 0.05
+INTERVAL_S = 0.3
 
 
 class Life(World):
@@ -61,7 +61,7 @@ class Life(World):
 
 
 def live(state_dir: Path, log: Path, **config) -> None:
-    """A first life that ends in a crash, a second one that ends well, and a third that takes it up."""
+    """A first life that ends in a crash, a second one that ends well, a third that takes it up, and a last one that leaves prefixes to the log."""
     life = Life(state_dir, log, **config)
     for number in range(4):
         for _ in range(2):
@@ -85,11 +85,16 @@ def live(state_dir: Path, log: Path, **config) -> None:
     life.stop()
     life = Life(state_dir, log, **config)
     life.pin("pin-6", prompt(16, 64))
-    life.hear(*PROMPTS[16:])
+    life.hear(*PROMPTS[16:20])
     life.unpin("pin-6")
     life.pin("pin-7", prompt(17, 64))
     life.settle()
     life.pin("pin-8", prompt(18, 64))
+    crash(life)
+    life = Life(state_dir, log, **config, checkpoint_interval_s=1000.0)
+    life.hear(*PROMPTS[20:23])
+    life.settle()
+    life.hear(*PROMPTS[23:])
     crash(life)
 
 
