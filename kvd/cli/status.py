@@ -14,7 +14,7 @@ from kvd.cli.output import print_facts, print_json, print_rows
 from kvd.cli.units import human_duration, human_size
 
 _GOVERNOR_PARTS = ("governor", "waiting_blocks", "waiting_bytes")
-_GOVERNORS = MappingProxyType(
+GOVERNORS = MappingProxyType(
     {
         "none": "nothing holds copies to disk back",
         "rate": "checkpoint_bytes_per_s is used up",
@@ -101,7 +101,7 @@ def _status_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _governor(name: str, store: Mapping[str, Any]) -> str:
     """What holds copies to disk back, in words."""
     waiting = f"{store.get('waiting_blocks', 0)} blocks ({human_size(store.get('waiting_bytes', 0))}) wait to be written"
-    return f"{name}: {_GOVERNORS.get(name, 'holds copies back')}; {waiting}"
+    return f"{name}: {GOVERNORS.get(name, 'holds copies back')}; {waiting}"
 
 
 def _list(values: Mapping[str, Any]) -> str:

@@ -393,6 +393,27 @@ def test_human_status_warns_of_pins_that_are_not_held(stub, capsys, monkeypatch)
     assert "not held" not in next(line for line in lines if line.startswith("rehydration"))
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("none", "nothing holds copies to disk back"),
+        ("rate", "checkpoint_bytes_per_s is used up"),
+        ("queue", "more requests wait than checkpoint_pause_queue_depth"),
+        ("staging", "the disk is slower than the copies"),
+        ("in_flight", "as much as may be is under way"),
+        ("disk", "the disk budget is full, or the store is degraded"),
+        ("of-a-later-version", "holds copies back"),
+    ],
+)
+def test_human_status_says_in_words_what_holds_copies_back(stub, capsys, monkeypatch, name, words):
+    for key, value in (("governor", name), ("waiting_blocks", 3), ("waiting_bytes", 3 << 20)):
+        monkeypatch.setitem(STATUS["store"], key, value)
+    assert app.main(["status"]) == 0
+    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()}
+    assert lines["governor"] == f"{name}: {words}; 3 blocks (3.0 MiB) wait to be written"
+    assert "waiting" not in lines["store"]
+
+
 def test_human_stats_and_prefixes(stub, capsys):
     assert app.main(["stats"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]

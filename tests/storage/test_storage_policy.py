@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
 from kvd.cache.hashing import Namespace
+from kvd.cli.status import GOVERNORS
 from kvd.storage.governor import IDLE_AFTER_S, Governor, HeldBy
 from kvd.storage.hot_blocks import HotBlocks, WritePolicy
 from kvd.storage.node_index import IndexNode, NodeIndex
@@ -239,6 +241,12 @@ def test_what_holds_the_planner_back_is_named_unless_a_copy_itself_is_held(gover
     governor.hold_grants(HeldBy.NONE)
     assert governor.state is HeldBy.NONE
     assert governor.num_held() == {"rate": 0, "queue": 0, "staging": 1, "in_flight": 0, "disk": 1}
+
+
+def test_every_name_has_its_words_and_its_line_in_the_manual():
+    assert set(GOVERNORS) == {name.value for name in HeldBy}
+    manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    assert [name.value for name in HeldBy if f"| `{name.value}` |" not in manual] == []
 
 
 def test_idle_means_that_rounds_without_a_step_go_by_for_a_second(governor, clock):
