@@ -75,6 +75,9 @@ class FakeDisk:
             self.world.inbox.put_internal(LoadDone(load.load_id, load.num_copied))
 
     def end_all(self):
-        """The loop is over: whatever is under way ends without it."""
+        """The loop is over: whatever is under way, or was told and not heard any more, ends without it."""
+        for command in self.world.inbox.left_over():
+            if isinstance(command, LoadDone):
+                self.world.scheduler.on_load_done(command.load_id, command.num_loaded)
         while self.loads:
             self.world.scheduler.on_load_done(self.loads.popleft().load_id, 0)

@@ -16,7 +16,7 @@ from engine_disk import FakeDisk
 from kvd.cache.events import BlockRemoved, BlockStored
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager
-from kvd.commands import CheckpointDone, Drain, PinPrefix, Recipe, RecipeDurable, Submit
+from kvd.commands import CheckpointDone, Drain, ForgetDone, PinPrefix, Recipe, RecipeDurable, Submit
 from kvd.config import SchedulerConfig
 from kvd.engine.loop import EngineLoop, LoopEnd, StartWork, State
 from kvd.engine.pins import Pins
@@ -117,6 +117,7 @@ class FakeStore:
         self.blocks = {}
         self.leases = []
         self.checkpoints = []
+        self.forgets = []
         self.idle_delay = 0.1
         self.prefills = []
         self.step = 0
@@ -158,6 +159,23 @@ class FakeStore:
 
     def checkpoint_now(self, op_id):
         self.checkpoints.append(op_id)
+
+    def forget(self, op_id, selection, pins):
+        assert not any(selection.holds(*self.of_block(block_hash)) for block_hash in self.blocks), "memory has not forgotten it yet"
+        self.forgets.append((op_id, pins))
+
+    def of_block(self, block_hash):
+        """The salt and the tokens that a block in memory stands for."""
+        node = self.world.cache._blocks.node_of[self.blocks[block_hash]]
+        return node.namespace.tenant_salt, self.prefixes[block_hash]
+
+    def settle_forget(self, error=""):
+        op_id, pins = self.forgets.pop(0)
+        self.world.book.settle()
+        for name, value in pins.items():
+            if not error and self.world.book.durable.get(name) == value:
+                del self.world.book.durable[name]
+        self.world.inbox.put_internal(ForgetDone(op_id, 2, error))
 
     def settle(self, error=""):
         if self.checkpoints:
@@ -261,6 +279,10 @@ class _Inbox:
             state = State.DRAINING if isinstance(command, Drain) else state
         self._world.has_slept = self._world.has_slept and not commands
         return commands
+
+    def left_over(self):
+        """What the loop has not taken before it ended."""
+        return self._inner.drain()
 
     def wait(self, timeout_s):
         assert 0 < timeout_s <= 0.25
