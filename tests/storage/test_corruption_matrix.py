@@ -32,6 +32,7 @@ pytestmark = pytest.mark.store
 
 TESTS = Path(__file__).parents[1]
 ELSEWHERE = {
+    "recipes-unsynced": "storage/test_storage_recipes_interval.py::test_what_a_power_cut_left_of_the_unsynced_file_is_no_damage",
     "state-unwritable": "storage/test_storage_hostile.py::test_a_directory_that_is_not_ours_to_write_is_refused",
     "state-full": "storage/test_storage_hostile.py::test_a_real_full_disk_at_a_start",
     "lock-held": "storage/test_storage_persistence.py::test_two_daemons_on_one_state_are_refused_by_name",
@@ -41,6 +42,13 @@ ELSEWHERE = {
     "data-eio": "storage/test_storage_persistence.py::test_an_io_error_sets_the_generation_aside_and_persistence_heals",
     "fingerprints": "models/test_fingerprint.py::test_no_flipped_bit_and_no_cut_of_the_cache_makes_another_fingerprint",
     "pin-set": "storage/test_pin_transfer.py::test_every_cut_and_every_flipped_byte_is_found_before_anything_is_changed",
+    "keys-one-bad": "storage/test_storage_keys.py::test_one_damaged_file_costs_no_key_and_is_not_kept",
+    "keys-all-bad": "storage/test_storage_keys.py::test_no_readable_file_is_refused",
+    "keys-missing": "storage/test_storage_sealing.py::test_without_the_keys_folder_encrypted_pins_are_not_overwritten",
+    "keys-older": "storage/test_storage_sealing.py::test_keys_older_than_the_recipes_are_not_taken_for_a_forgotten_tenant",
+    "keys-wrong": "storage/test_storage_sealing.py::test_without_the_key_or_with_another_the_start_is_refused_and_nothing_touched",
+    "keys-full": "storage/test_storage_sealing.py::test_a_disk_that_takes_no_keys_costs_no_answer_and_heals",
+    "keys-gone": "storage/test_storage_sealing.py::test_what_a_destroyed_key_had_sealed_is_a_miss_and_no_damage",
     "model": "storage/test_storage_persistence.py::test_bytes_of_another_model_are_never_used_and_are_collected",
 }
 """Rows that tests of their own hold to the document."""
