@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvd.cache.tenants import Selection
@@ -24,10 +25,14 @@ class _Open:
 class Forgetting:
     """Used by the engine thread alone."""
 
-    def __init__(self, *, scheduler: Scheduler, pins: Pins, observer: CacheObserver, block_size_tokens: int) -> None:
+    def __init__(
+        self, *, scheduler: Scheduler, pins: Pins, observer: CacheObserver, observe: Callable[[], None], block_size_tokens: int
+    ) -> None:
+        """``observe`` hands the cache's events on."""
         self._scheduler = scheduler
         self._pins = pins
         self._observer = observer
+        self._observe = observe
         self._block_bytes = block_size_tokens * TOKEN_BYTES
         self._open: dict[bytes, _Open] = {}
 
@@ -37,7 +42,7 @@ class Forgetting:
         return bool(self._open)
 
     def begin(self, command: ForgetPrefixes) -> tuple[list[Event], list[Event]]:
-        """Memory forgets now. The scheduler's events and this room's own; ``finish`` is due when the cache's events have been handed on."""
+        """Memory forgets now, and storage is told once it has heard all that happened before. The scheduler's events and this room's own."""
         whole = command.token_ids[: len(command.token_ids) // self._block_bytes * self._block_bytes]
         if command.token_ids and not whole:
             return [], [OpFailed(command.op_id, ErrorCode.PIN_TOO_SHORT, "the prefix holds no full block, so nothing is kept under it")]
@@ -48,6 +53,7 @@ class Forgetting:
             events += self._scheduler.abort(request_id)
         num_blocks, more = self._scheduler.forget(selection)
         self._open[command.op_id] = _Open(selection, num_blocks, len(recipes))
+        self._observe()
         self._observer.forget(command.op_id, selection, recipes)
         return events + more, own
 
@@ -63,5 +69,7 @@ class Forgetting:
         if done is None:
             return []
         if command.error:
-            return [OpFailed(command.op_id, ErrorCode.STORAGE_ERROR, f"it has left memory, not (all of) the disk; try again: {command.error}")]
+            return [
+                OpFailed(command.op_id, ErrorCode.STORAGE_ERROR, f"it has left memory, not (all of) the disk; try again: {command.error}")
+            ]
         return [OpDone(command.op_id, {"blocks": max(done.num_blocks, command.num_blocks), "pins": done.num_pins})]

@@ -142,7 +142,9 @@ class EngineLoop:
         self._work = StartWork()
         self._recomputing: set[bytes] = set()
         self._checkpoints: set[bytes] = set()
-        self._forgetting = Forgetting(scheduler=scheduler, pins=pins, observer=observer, block_size_tokens=cache.block_size_tokens)
+        self._forgetting = Forgetting(
+            scheduler=scheduler, pins=pins, observer=observer, observe=self._observe, block_size_tokens=cache.block_size_tokens
+        )
         self._drain_requested = False
         self._drain_deadline_s = 0.0
         self._next_snapshot_s = 0.0
@@ -296,7 +298,6 @@ class EngineLoop:
                 refusal = self._forgetting.refuse_pin(command.op_id, command.recipe.tenant_salt, command.recipe.token_ids)
                 self._take([refusal] if refusal is not None else self._pins.pin(command))
             case ForgetPrefixes():
-                self._observe()
                 events, own = self._forgetting.begin(command)
                 self._take(events)
                 self._unsent += own
