@@ -67,6 +67,7 @@ bench-persistence: model
 
 bench-rehydrate: setup
 	$(BIN)/python tests/bench/bench_rehydrate.py --out docs/benchmarks-persistence.md
+	$(BIN)/python tests/bench/bench_rehydrate.py --encrypt --out docs/benchmarks-persistence.md
 
 # sdists too: wheels are built from them, so that nothing left in build/ gets in.
 wheels: setup
