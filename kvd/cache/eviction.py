@@ -82,8 +82,8 @@ class _Lives:
 
 
 class CostPolicy:
-    """GreedyDual: least value first, where value = L + retention, and L is the value of the last block that left (Young, "On-line caching as cache size
-    varies", 1991; with frequency as GDSF: Cherkasova, "Improving WWW proxies performance with GreedyDual-Size-Frequency caching", 1998).
+    """GreedyDual: least value first, where value = L + retention, and L is the value of the last block that left (Young, "The k-server dual and
+    loose competitiveness for paging", 1994; with frequency as GDSF: Cherkasova, "Improving WWW proxies performance with GreedyDual-Size-Frequency caching", 1998).
 
     The retention of a block is (probability of reuse) ** 3/4 x (recompute cost) ** 1/8. GDSF takes the number of uses itself for the first factor; here it is
     measured: of the blocks with so many uses that came to an end, one way or the other, the share that was used again. The cost of computing a block

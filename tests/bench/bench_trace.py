@@ -35,16 +35,17 @@ GreedyDual: the value of a block is fixed when a use of it begins or ends, as L 
 value. P is measured while serving: of the blocks with so many uses whose life came to an end, by a further use or by eviction, the share that was used again. C is
 the cost of computing the block again, 1 + p / 4096. Use counts of blocks that left are remembered, as many as the pool has blocks.
 
-What was tried, on the first half of the trace alone:
+What was tried; the first two on the whole hour, the rest on its first half:
 
 * GreedyDual-Size-Frequency as published (the number of uses itself for P, C as it is) finds *fewer* tokens than `lru` at the half and three-quarter sizes: reuse
   in conversations falls quickly with idle time, so that twice the chance, or twice the cost, is not worth twice the wait. Hence the roots.
 * The value must be fixed at the use. Fixed when a block becomes a leaf, a path that nobody wants is young again at each of its blocks, and far less is found than by `lru`.
-* A larger share of C saves a little more work and finds fewer tokens; without C it is the other way round.
-* The depth of a block and the length of the request that computed it tell something about reuse, and helped the smallest size alone.
+* A larger share of C saves a little more work and finds fewer tokens; without C less work is saved and no more tokens are found.
+* The depth of a block and the length of the request that computed it tell something about reuse, but helped little beyond the smallest size.
 * Remembering use counts helped at every size, more than anything else.
 
-The exponents were chosen on the first half. The second half, which nothing was chosen on, is the test of that; the whole hour includes the first half.
+The exponents and the memory were chosen on the first half; the second, on which they were not, is the test of that, and the whole hour includes the first half. A cache that
+begins empty needs a while before P means anything, which weighs more on half an hour than on an hour.
 `cost` is the default of `cache.eviction_policy` for these figures.
 """
 

@@ -7,8 +7,11 @@ import math
 import subprocess
 import sys
 
+import pytest
+
 from kvd.cache.hashing import Namespace
-from kvd.cache.manager import CacheManager, LruPolicy
+from kvd.cache.manager import CacheManager, LruPolicy, Retention, eviction_policy
+from kvd.cache.retention import DEFAULT_RETENTION
 from kvd.types import pack_tokens
 
 NAMESPACE = Namespace(b"f")
@@ -34,9 +37,12 @@ def prompt(seed, num_blocks=PATH_BLOCKS):
     return pack_tokens(range(seed * 1000, seed * 1000 + num_blocks * 16 + 1))
 
 
-def full_cache(num_prompts):
+def full_cache(num_prompts, policy="lru"):
     """A pool whose every block is cached, but for a spare path."""
-    cache = CacheManager(num_blocks=(num_prompts + 1) * PATH_BLOCKS, free_watermark=1.0, max_pinned_fraction=0.5)
+    num_blocks = (num_prompts + 1) * PATH_BLOCKS
+    cache = CacheManager(
+        num_blocks=num_blocks, free_watermark=1.0, max_pinned_fraction=0.5, policy=eviction_policy(policy, num_blocks, block_size_tokens=16)
+    )
     for seed in range(num_prompts):
         tokens = prompt(seed)
         targets = cache.begin_load(NAMESPACE, [(tokens[i * 64 : i * 64 + 64], 1) for i in range(PATH_BLOCKS)])
@@ -45,15 +51,15 @@ def full_cache(num_prompts):
     return cache
 
 
-def use(cache, seed):
+def use(cache, seed, keep=DEFAULT_RETENTION):
     tokens = prompt(seed)
     table = cache.allocate(cache.match(tokens, NAMESPACE), len(tokens) // 4)
     cache.complete_fill(list(table.fills))
-    cache.release(table)
+    cache.release(table, keep)
 
 
-def costs(num_prompts):
-    cache = full_cache(num_prompts)
+def costs(num_prompts, policy):
+    cache = full_cache(num_prompts, policy)
     use(cache, 0)  # takes the spare blocks: from here on a new prompt evicts
     match = count_calls(lambda: cache.match(prompt(1), NAMESPACE))
     hit = count_calls(lambda: use(cache, 1))
@@ -67,10 +73,35 @@ def costs(num_prompts):
     return {"match": match, "hit": hit, "miss": miss, "pin": pin, "background": background}
 
 
-def test_cost_does_not_grow_with_the_cache():
-    small, large = costs(50), costs(3000)
+@pytest.mark.parametrize("policy", ["lru", "cost"])
+def test_cost_does_not_grow_with_the_cache(policy):
+    small, large = costs(125, policy), costs(12_500, policy)  # 1e3 and 1e5 blocks
     for operation, calls in large.items():
         assert calls <= small[operation] + 8, operation  # the eviction order is rebuilt now and then
+
+
+def retention_costs(num_prompts):
+    """A use that keeps its blocks for a time, and the end of that, where every cached block is kept until an instant of its prompt's own."""
+    cache = full_cache(num_prompts)
+    for seed in range(num_prompts):
+        use(cache, seed, Retention(60, expires_s=1000.0 + seed))
+    assert len(cache._blocks.retentions.due()) == num_prompts
+    keep = count_calls(lambda: use(cache, 1, Retention(80, expires_s=500.0)))
+    nothing = count_calls(lambda: cache.expire_retention(499.0, 1000))
+    expired = []
+    expire = count_calls(lambda: expired.append(cache.expire_retention(500.0, 1000)))
+    assert expired == [PATH_BLOCKS]
+    cache.evict_to_watermark(1)  # meets the entries that each use left behind, once
+    evict = count_calls(lambda: cache.evict_to_watermark(64))
+    cache.check_invariants()
+    return {"keep": keep, "nothing": nothing, "expire": expire, "evict": evict}
+
+
+def test_retention_does_not_cost_more_with_the_cache():
+    small, large = retention_costs(125), retention_costs(12_500)
+    for operation, calls in large.items():
+        assert calls <= small[operation] + 8, operation
+    assert large["nothing"] <= 5
 
 
 def test_match_costs_a_call_a_block():

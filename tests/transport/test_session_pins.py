@@ -85,7 +85,18 @@ def test_a_wrong_name_is_refused(name):
     assert "name" in only_failed(harness.take_messages()).message
 
 
-@pytest.mark.parametrize("fields", [{"priority": 101}, {"priority": -1}, {"cache_salt": bytes(65)}, {"input": "path"}, {"ttl_s": -1.0}, {"ttl_s": 1e9}, {"ttl_s": float("nan")}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"priority": 101},
+        {"priority": -1},
+        {"cache_salt": bytes(65)},
+        {"input": "path"},
+        {"ttl_s": -1.0},
+        {"ttl_s": 1e9},
+        {"ttl_s": float("nan")},
+    ],
+)
 def test_a_wrong_field_is_refused(fields):
     harness = Harness()
     harness.send(Pin(**{"op_id": request_id(1), "name": "a", "input": "text", **fields}), b"x" * 20)

@@ -99,7 +99,9 @@ def generate_message(input_kind: str, *, stream: bool, options: GenerateOptions)
     )
 
 
-def pin_message(name: str, input_kind: str, *, priority: int, ttl_s: float, cache_salt: str | bytes, template_args: Mapping[str, Any]) -> Pin:
+def pin_message(
+    name: str, input_kind: str, *, priority: int, ttl_s: float, cache_salt: str | bytes, template_args: Mapping[str, Any]
+) -> Pin:
     """The header of a pin."""
     return _checked(
         Pin(
@@ -114,9 +116,7 @@ def pin_message(name: str, input_kind: str, *, priority: int, ttl_s: float, cach
     )
 
 
-def forget_message(
-    input_kind: str, *, tenant: str | None, cache_salt: str | bytes | None, template_args: Mapping[str, Any]
-) -> Forget:
+def forget_message(input_kind: str, *, tenant: str | None, cache_salt: str | bytes | None, template_args: Mapping[str, Any]) -> Forget:
     """The header of ``forget``."""
     salt = None if cache_salt is None else salt_bytes(cache_salt)
     return _checked(Forget(op_id=bytes(16), tenant=tenant, cache_salt=salt, input=input_kind, template_args=dict(template_args)))
