@@ -38,6 +38,7 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         "--stop-token-id",
         {"multiple": True, "type": click.IntRange(min=0), "metavar": "ID", "help": "End the answer with this token; may be repeated."},
     ),
+    ("--cache-salt", {"metavar": "TEXT", "help": "Share cached prefixes only with requests of this salt."}),
     ("--ignore-eos", {"is_flag": True, "help": "Go on after the end-of-sequence token."}),
     (
         "--cache-priority",

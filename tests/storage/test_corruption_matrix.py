@@ -33,6 +33,8 @@ pytestmark = pytest.mark.store
 TESTS = Path(__file__).parents[1]
 ELSEWHERE = {
     "recipes-unsynced": "storage/test_storage_recipes_interval.py::test_what_a_power_cut_left_of_the_unsynced_file_is_no_damage",
+    "forgetting-bad": "storage/test_storage_forget.py::test_an_intent_that_can_not_be_read_is_reported_and_not_completed",
+    "forgetting-format": "storage/test_storage_forget.py::test_an_intent_of_another_format_is_refused",
     "state-unwritable": "storage/test_storage_hostile.py::test_a_directory_that_is_not_ours_to_write_is_refused",
     "state-full": "storage/test_storage_hostile.py::test_a_real_full_disk_at_a_start",
     "lock-held": "storage/test_storage_persistence.py::test_two_daemons_on_one_state_are_refused_by_name",

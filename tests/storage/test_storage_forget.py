@@ -11,13 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from crc32c import crc32c
 from storage_harness import FINGERPRINT, World, chain_of, crash, prompt, row_of
 
 from kvd.cache.hashing import Namespace
 from kvd.cache.tenants import Selection, tenant_salt
 from kvd.commands import ForgetDone, Recipe
 from kvd.observe import failpoints
-from kvd.storage.forget_intent import INTENT_NAME
+from kvd.storage.errors import UnknownFormatError
+from kvd.storage.forget_intent import INTENT_NAME, Mark, write_intent
 from kvd.storage.tools import check_store
 
 pytestmark = pytest.mark.store
@@ -186,9 +188,9 @@ def test_a_disk_that_fails_is_told_and_the_next_forget_does_both(tmp_path, monke
     world.stop()
 
 
-def victim(state_dir: Path, spec: str) -> tuple[int, list[str]]:
+def victim(state_dir: Path, spec: str, key_file: str = "") -> tuple[int, list[str]]:
     environment = {**os.environ, "KVD_FAILPOINTS": spec}
-    command = [sys.executable, __file__, str(state_dir)]
+    command = [sys.executable, __file__, str(state_dir), key_file]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert done.returncode in {0, -9}, done.stderr
     return done.returncode, done.stdout.splitlines()
@@ -238,8 +240,95 @@ def test_an_intent_that_can_not_be_read_is_reported_and_not_completed(tmp_path, 
     world.stop()
 
 
+@pytest.fixture
+def key_file(tmp_path):
+    pytest.importorskip("cryptography")
+    from kvd.storage.key_file import write_key_file
+
+    path = tmp_path / "master.key"
+    write_key_file(path)
+    return str(path)
+
+
+def test_an_intent_of_another_format_is_refused(tmp_path):
+    crash(World(tmp_path))
+    write_intent(tmp_path, [Mark("acme")])
+    path = tmp_path / INTENT_NAME
+    body = bytearray(path.read_bytes()[:-4])
+    body[8] = 9
+    path.write_bytes(body + crc32c(bytes(body)).to_bytes(4, "little"))
+    with pytest.raises(UnknownFormatError, match="format 9"):
+        World(tmp_path)
+    assert path.exists()
+
+
+def everything(state_dir: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in state_dir.rglob("*") if path.is_file()}
+
+
+def test_encrypted_a_tenants_keys_are_destroyed_and_an_older_copy_of_its_blocks_opens_no_more(tmp_path, key_file):
+    state_dir = tmp_path / "state"
+    world = World(state_dir, store_encryption_key_file=key_file)
+    live(world)
+    keys = world.storage.keys
+    assert keys is not None
+    assert {ACME.tenant_salt, ACME_SALTED.tenant_salt, OTHERS.tenant_salt} <= set(keys.tenants())
+    copy = everything(state_dir / "kv") | everything(state_dir / "wal")
+    generation = world.storage._running.recovered.generations.current.generation
+    assert forget(world, WHOLE).error == ""
+    assert not {ACME.tenant_salt, ACME_SALTED.tenant_salt} & set(keys.tenants())
+    assert OTHERS.tenant_salt in keys.tenants()
+    assert world.storage._running.recovered.generations.current.generation == generation, "nothing had to be copied"
+    crash(world)
+    for path, data in copy.items():  # as a backup, or a block device's snapshot, would hold it
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(data)
+    again = World(state_dir, store_encryption_key_file=key_file)
+    assert again.ask(KEPT, OTHERS) == 96
+    assert again.num_restored == 96
+    assert again.ask(SECRET, ACME) == 0
+    assert again.ask(SALTED, ACME_SALTED) == 0
+    assert list(again.storage.recipe_book.recipes()) == ["rules"]
+    again.stop()
+
+
+def test_encrypted_a_prefix_is_copied_around(tmp_path, key_file):
+    state_dir = tmp_path / "state"
+    world = World(state_dir, store_encryption_key_file=key_file)
+    live(world)
+    generations = world.storage._running.recovered.generations
+    before = generations.current.generation
+    assert forget(world, PREFIX).error == ""
+    assert generations.current.generation > before
+    assert not (state_dir / "kv" / str(before)).exists()
+    assert world.ask(KEPT, ACME) == 96
+    world.stop()
+    again = World(state_dir, store_encryption_key_file=key_file)
+    assert again.ask(KEPT, ACME) == 96
+    assert again.num_restored == 96
+    assert again.ask(SECRET, ACME) == 32
+    again.stop()
+
+
+@pytest.mark.parametrize("point", ["forget.before_recipes", "forget.before_rewrite", "keys.before_unlink@6", "forget.before_log"])
+def test_encrypted_killed_in_the_middle(tmp_path, key_file, point):
+    state_dir = tmp_path / "state"
+    name, _, passage = point.partition("@")
+    status, said = victim(state_dir, f"{name}=kill@{passage or 1}", key_file)
+    assert status == -9
+    if "lived" not in said:
+        pytest.fail(f"{point} was reached too early")
+    world = World(state_dir, store_encryption_key_file=key_file)
+    world.until(lambda: not (state_dir / INTENT_NAME).exists(), timeout_s=60)
+    assert world.storage.keys is not None
+    assert ACME.tenant_salt not in world.storage.keys.tenants()
+    assert world.ask(SECRET, ACME) == 0
+    assert world.ask(KEPT, OTHERS) == 96
+    world.stop()
+
+
 if __name__ == "__main__":
-    the_world = World(Path(sys.argv[1]))
+    the_world = World(Path(sys.argv[1]), store_encryption_key_file=sys.argv[2])
     live(the_world)
     print("lived", flush=True)
     assert not forget(the_world, WHOLE).error
