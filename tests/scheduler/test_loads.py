@@ -227,16 +227,18 @@ def test_preempted_while_loading_it_comes_back_to_the_loaded_blocks():
     sim.finish_all()
 
 
-def test_a_prompt_that_is_being_computed_is_not_read_beside():
-    sim = cold(30)
+def test_what_lies_behind_a_prompt_that_is_being_computed_is_not_read_before_it():
+    sim = cold(30, max_in_flight=2)
     sim.disk.is_slower = True
-    sim.submit(prompt(30), max_tokens=2)
+    first = sim.submit(prompt(10), max_tokens=2)
     sim.submit_step()
     sim.disk.is_slower = False
-    sim.submit(prompt(30), max_tokens=2)
-    sim.collect()
-    sim.round()
-    assert sim.scheduler.stats()["loads"] == 0
+    num_lookups = sim.disk.num_lookups
+    second = sim.submit(prompt(30), max_tokens=2)
+    sim.submit_step()
+    assert sim.disk.num_lookups == num_lookups
+    run(sim, first, second)
+    assert usage(sim, second) == (8, 0)
     sim.finish_all()
 
 
