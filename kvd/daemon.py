@@ -6,9 +6,11 @@ log, then weights and rehydration side by side, warm-up, and the engine loop on 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
+import resource
 import signal
 import sys
 import threading
@@ -57,6 +59,7 @@ EXIT_TEMPORARY = 75
 EXIT_CONFIG = 78
 
 _BYTE_LEVEL = "bytes"
+_MAX_DESCRIPTORS = 65536
 _FRONTEND_STOP_S = 5.0
 _MIN_FLUSH_S = 2.0
 """How long clients may take to read what they are owed, or what is left of the drain if that is more."""
@@ -82,6 +85,7 @@ def run(config: DaemonConfig) -> int:
     Raises:
         ConfigError: it must not start like this; the message says what to change.
     """
+    _raise_descriptor_limit()
     daemon = Daemon(config)
     try:
         code = _run(daemon)
@@ -96,6 +100,15 @@ def run(config: DaemonConfig) -> int:
     if daemon.is_loading:
         os._exit(code)  # a thread inside torch would abort the interpreter's own way out
     return code
+
+
+def _raise_descriptor_limit() -> None:
+    """As many file descriptors as the system allows, up to what the systemd unit has: without one for a new ipc connection libzmq aborts the process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def _run(daemon: Daemon) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from kvd.storage.recovery import adopt_recipes, keep_budget, recover
 from kvd.storage.rehydrate import Loaded, Rehydration, choose, mark_unreachable, recompute_candidates, with_room
 from kvd.storage.rehydration_report import RehydrationReport
 from kvd.storage.running import Running, assemble
-from kvd.storage.start_guard import STABLE_AFTER_S, StartGuard
+from kvd.storage.start_guard import STABLE_AFTER_S, StartGuard, StartVerdict
 from kvd.types import TOKEN_BYTES, BlockHash, KvGroup, SamplingParams
 from kvd.wal.durable import keep_private, make_directory
 from kvd.wal.quarantine import QUARANTINE_NAME, bound
@@ -61,7 +60,7 @@ class Storage:
         self._inbox: StorageInbox | None = None
         self._fingerprint = b""
         self._groups: tuple[KvGroup, ...] = ()
-        self._stable_timer: threading.Timer | None = None
+        self._verdict = StartVerdict(guard, log)
         self._is_ready = False
         self._pin_chains: list[tuple[str, list[BlockHash]]] = []
         self._forgetting: Forgetting | None = None
@@ -159,6 +158,7 @@ class Storage:
             log=self._log,
             fingerprint=namespace_fingerprint,
             block_bytes=block_bytes,
+            codec=codec,
         )
         if not self._config.persist:
             return
@@ -312,32 +312,16 @@ class Storage:
     def mark_ready(self) -> None:
         """READY: unless the process dies within ten seconds, and before it has served a request, this start counts as good."""
         self._is_ready = True
-        self._count_as_good_in(STABLE_AFTER_S)
+        self._verdict.good_in(STABLE_AFTER_S)
 
     def mark_served(self) -> None:
         """A client's request was finished: this start counts as good from now on."""
-        self._count_as_good_in(0.0)
+        self._verdict.good_in(0.0)
 
     def mark_engine_error(self) -> None:
         """The executor raised. If that was before READY, it was over what this start computed, and the next one would compute it again."""
         if not self._is_ready:
             self._guard.note_failed_computation()
-
-    def _count_as_good_in(self, delay_s: float) -> None:
-        if self._stable_timer is not None:
-            self._stable_timer.cancel()
-        self._stable_timer = threading.Timer(delay_s, self._count_as_good)  # its fsync is not for the engine thread
-        self._stable_timer.daemon = True
-        self._stable_timer.start()
-
-    def _count_as_good(self) -> None:
-        self._settle(self._guard.clear)
-
-    def _settle(self, mark: Callable[[], None]) -> None:
-        try:
-            mark()
-        except OSError as error:
-            self._log.warning("storage.marker_stays", error=str(error))
 
     # -------------------------------------------------------------------------------- while the engine runs
 
@@ -479,8 +463,6 @@ class Storage:
 
         ``clean`` says that the daemon ended as it should, so that its start was a good one; if not, the start counts neither as good nor as one that died.
         """
-        if self._stable_timer is not None:
-            self._stable_timer.cancel()
         if self._forgetting is not None:
             self._forgetting.stop(_STOP_S)
         running = self._running
@@ -495,5 +477,5 @@ class Storage:
             running.wal.close(_STOP_S)
         if self._recipes is not None:
             self._recipes.close(_STOP_S)
-        self._settle(self._guard.clear if clean else self._guard.take_back)
+        self._verdict.end(clean=clean)
         self._lock.release()

@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from kvd.observe.failpoints import declare
+from kvd.storage.ports import Log
+from kvd.wal.disk_faults import fault_sentence
 from kvd.wal.durable import read_regular, remove_any, remove_file, replace_file
 
 declare("store.marker.before_sync", "store.marker.before_rename", "store.marker.after_rename")
 
 MARKER_NAME = "starting"
 STABLE_AFTER_S = 10.0
+_RETRY_MIN_S = 1.0
+_RETRY_MAX_S = 60.0
 SET_ASIDE_AT = 2
 NO_PINS_AT = 3
 NO_COMPUTING_AT = 2
@@ -47,7 +52,7 @@ class StartGuard:
         except PermissionError:
             raise
         except OSError as error:
-            self.fault = f"the state directory can't be written: {error}"
+            self.fault = f"{fault_sentence(error)}: the state directory can't be written"
 
     @property
     def set_store_aside(self) -> bool:
@@ -65,8 +70,8 @@ class StartGuard:
     def clear(self) -> None:
         """The start went well, or the daemon ends cleanly."""
         with self._lock:
-            self._is_counted = False
             remove_file(self._path)
+            self._is_counted = False
             self.fault = ""
 
     def take_back(self) -> None:
@@ -84,6 +89,46 @@ class StartGuard:
         if self._path.is_dir():
             remove_any(self._path)  # a rename would not take its place
         replace_file(self._path, f"{count} {os.getpid()} {self._num_computations}\n".encode(), points=_POINTS)
+
+
+class StartVerdict:
+    """When a start counts as good, and that its marker goes: on a disk that does not take that, it is tried again with growing pauses. Thread-safe."""
+
+    def __init__(self, guard: StartGuard, log: Log) -> None:
+        self._guard = guard
+        self._log = log
+        self._timer: threading.Timer | None = None
+        self._is_reported = False
+        self._retry_s = _RETRY_MIN_S
+
+    def good_in(self, delay_s: float) -> None:
+        """The start counts as good after ``delay_s``, unless the process dies before; takes the place of what was said before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(delay_s, self._mark_good)  # its fsync is not for the engine thread
+        self._timer.daemon = True
+        self._timer.start()
+
+    def end(self, *, clean: bool) -> None:
+        """The daemon ends; not ``clean``: the start counts neither as good nor as one that died."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._settle(self._guard.clear if clean else self._guard.take_back)
+
+    def _mark_good(self) -> None:
+        if not self._settle(self._guard.clear):
+            self.good_in(self._retry_s)
+            self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
+
+    def _settle(self, mark: Callable[[], None]) -> bool:
+        try:
+            mark()
+        except OSError as error:
+            if not self._is_reported:
+                self._log.warning("storage.marker_stays", error=fault_sentence(error))
+            self._is_reported = True
+            return False
+        return True
 
 
 def read_failed_starts(state_dir: Path) -> int:

@@ -29,7 +29,11 @@ pytestmark = [
 
 FAST = ("--checkpoint-interval-s", "0.1", "--store-max-bytes", "64MiB", "--wal-max-bytes", "4MiB", "--wal-segment-bytes", "64KiB")
 BLOCKS = 20
-EVENTS = {"kv": ("storage.degraded", "storage.resumed"), "wal": ("wal.failed", "wal.resumed"), "recipes": ("recipes.failed", "recipes.resumed")}
+EVENTS = {
+    "kv": ("storage.degraded", "storage.resumed"),
+    "wal": ("wal.failed", "wal.resumed"),
+    "recipes": ("recipes.failed", "recipes.resumed"),
+}
 READONLY = ("write", "open", "rename", "mkdir", "unlink", "allocate")
 
 
@@ -70,7 +74,12 @@ def _plain(part: str, under: str, *, full: bool = True) -> list[Fault]:
         fault(f"{part}: writes fail", part, Rule(errno.EIO, ("write",), under), full=full),
         fault(f"{part}: syncs fail", part, Rule(errno.EIO, ("sync",), under), full=full),
         fault(f"{part}: read-only", part, Rule(errno.EROFS, READONLY, under), full=full),
-        fault(f"{part}: no descriptors, and writes fail", part, Rule(errno.EIO, ("write",), under), Rule(errno.EMFILE, ("open", "open_read"), under)),
+        fault(
+            f"{part}: no descriptors, and writes fail",
+            part,
+            Rule(errno.EIO, ("write",), under),
+            Rule(errno.EMFILE, ("open", "open_read"), under),
+        ),
     ]
 
 
@@ -80,8 +89,18 @@ FAULTS = [
     *_plain("recipes", "recipes/"),
     *_plain("kv wal recipes", ""),
     fault("kv: no fresh generation's folder", "kv", Rule(errno.EIO, ("sync",), "kv/", "data.mdb"), Rule(errno.ENOSPC, ("mkdir",), "kv/")),
-    fault("kv: CURRENT can't be replaced", "kv", Rule(errno.EIO, ("write",), "kv/", "data.mdb", "nth", 2), Rule(errno.EIO, ("rename",), "kv/", "CURRENT")),
-    fault("kv: lmdb's lock file", "kv", Rule(errno.EIO, ("write",), "kv/", "data.mdb", "nth", 2), Rule(errno.ENOSPC, ("allocate",), "kv/", "lock.mdb")),
+    fault(
+        "kv: CURRENT can't be replaced",
+        "kv",
+        Rule(errno.EIO, ("write",), "kv/", "data.mdb", "nth", 2),
+        Rule(errno.EIO, ("rename",), "kv/", "CURRENT"),
+    ),
+    fault(
+        "kv: lmdb's lock file",
+        "kv",
+        Rule(errno.EIO, ("write",), "kv/", "data.mdb", "nth", 2),
+        Rule(errno.ENOSPC, ("allocate",), "kv/", "lock.mdb"),
+    ),
     fault("kv: nothing is mapped", "kv", Rule(errno.EIO, ("write",), "kv/", "data.mdb", "nth", 2), Rule(errno.ENOMEM, ("map",), "kv/")),
     fault("wal: segments can't be named", "wal", Rule(errno.EIO, ("rename",), "wal/"), Rule(errno.EIO, ("sync",), "wal/", mode="nth")),
     fault("recipes: files can't be named", "recipes", Rule(errno.EIO, ("rename",), "recipes/")),

@@ -13,6 +13,7 @@ from crc32c import crc32c
 from kvd.commands import Recipe
 from kvd.observe import failpoints
 from kvd.storage import recipes as module
+from kvd.storage import two_copies
 from kvd.storage.errors import RecipesUnreadableError, UnknownFormatError
 from kvd.storage.recipes import RecipeFileError, RecipeStore, decode_recipes, encode_recipes, list_recipe_files, read_recipes
 
@@ -23,6 +24,9 @@ class Inbox:
 
     def put_internal(self, command) -> None:
         self.commands.append(command)
+
+    def find(self, op_id: bytes):
+        return next((command for command in list(self.commands) if command.op_id == op_id), None)
 
 
 class Log:
@@ -39,7 +43,8 @@ class Log:
 
 
 def recipe(name: str, **changes) -> Recipe:
-    return Recipe(name=name, token_ids=b"\1\0\0\0" * 20, tokenizer_digest=b"d" * 32, **changes)
+    fields = {"token_ids": b"\1\0\0\0" * 20, "tokenizer_digest": b"d" * 32} | changes
+    return Recipe(name=name, **fields)
 
 
 def write(state_dir: Path, *names: str, remove: tuple[str, ...] = ()) -> list:
@@ -180,15 +185,77 @@ def test_a_failed_write_is_reported_and_leaves_what_was_durable(tmp_path, monkey
     store.put(b"b", recipe("b"))
     while not inbox.commands:
         pass
-    assert inbox.commands[0].error
+    assert inbox.commands[0].error.startswith("eio: the disk fails")
     assert list(store.recipes()) == ["a"]
     found = read_recipes(tmp_path)
     assert (list(found.value), found.is_settled) == (["a"], True)
-    assert store.fault == ""
+    assert store.fault.startswith("eio: the disk fails")
     store.put(b"c", recipe("c"))
     assert store.close(10)
     assert inbox.commands[1].error == ""
+    assert store.fault == ""
     assert list(read_recipes(tmp_path).value) == ["a", "c"]
+
+
+def test_a_disk_that_takes_no_recipes_is_reported_once_and_once_when_it_does_again(tmp_path, monkeypatch):
+    class Kept(Log):
+        def __init__(self) -> None:
+            self.events: list[str] = []
+
+        def info(self, event, **_):
+            self.events.append(event)
+
+        error = warning = info
+
+    full = {"yes": True}
+    real = two_copies.replace_file
+
+    def replace_file(*arguments, **options) -> None:
+        if full["yes"]:
+            raise OSError(28, "No space left on device")
+        real(*arguments, **options)
+
+    monkeypatch.setattr(two_copies, "replace_file", replace_file)
+    monkeypatch.setattr(module, "_RETRY_S", 0.001)
+    inbox, log = Inbox(), Kept()
+    store = RecipeStore(tmp_path, inbox=inbox, log=log)
+    for name in ("a", "b", "c"):
+        store.put(name.encode(), recipe(name))
+        while not inbox.find(name.encode()):
+            time.sleep(0.001)
+        assert inbox.find(name.encode()).error.startswith("enospc: the disk is full")
+    time.sleep(0.05)
+    assert store.fault.startswith("enospc: the disk is full")
+    assert log.events == ["recipes.failed"]
+    full["yes"] = False
+    end = time.monotonic() + 30
+    while store.fault:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert log.events == ["recipes.failed", "recipes.resumed"]
+    assert store.close(10)
+    assert read_recipes(tmp_path).value == {}
+
+
+def test_a_pin_that_would_make_the_recipes_too_large_is_refused_and_smaller_ones_are_not(tmp_path):
+    inbox = Inbox()
+    store = RecipeStore(tmp_path, inbox=inbox, log=Log(), max_bytes=6000)
+    for name, num_tokens in (("a", 800), ("large", 1200), ("b", 200), ("a", 900), ("a", 700)):
+        store.put(f"{name}{num_tokens}".encode(), recipe(name, token_ids=bytes(4 * num_tokens)))
+    assert store.close(10)
+    errors = {command.op_id: command.error for command in inbox.commands}
+    assert "store_max_bytes leaves them 6000" in errors.pop(b"large1200")
+    assert set(errors.values()) == {""}
+    assert sorted(read_recipes(tmp_path).value) == ["a", "b"]
+    assert max(path.stat().st_size for path in (tmp_path / "recipes").iterdir()) <= store.file_bytes <= 6000
+    # a smaller budget costs no pin, and lets one become smaller
+    store = RecipeStore(tmp_path, inbox=inbox, log=Log(), max_bytes=100)
+    store.put(b"smaller", recipe("a", token_ids=bytes(2400)))
+    store.put(b"another", recipe("c", token_ids=bytes(64)))
+    assert store.close(10)
+    assert not inbox.find(b"smaller").error
+    assert inbox.find(b"another").error
+    assert sorted(read_recipes(tmp_path).value) == ["a", "b"]
 
 
 def test_old_files_that_stay_do_not_fail_a_change(tmp_path, monkeypatch):

@@ -1,0 +1,280 @@
+"""What the store does when its disk refuses: what is kept, what is given up, how often it is tried, and what the counters say meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import lmdb
+import pytest
+from storage_harness import ROW_BYTES, World, crash, prompt
+
+from kvd.storage import generations, persistence, store_thread
+from kvd.storage.errors import StoreBlockedError, StoreDamagedError, StoreFullError, StoreMapFullError, StorePanickedError
+from kvd.storage.fault_episode import FaultEpisode
+from kvd.storage.store import Store, StoreTransaction
+from kvd.storage.tools import check_store
+
+pytestmark = pytest.mark.store
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(store_thread, "_RETRY_MIN_S", 0.01)
+    monkeypatch.setattr(store_thread, "_RETRY_MAX_S", 0.05)
+
+
+class Refusing:
+    """Has a method of the store raise while ``error`` is set."""
+
+    def __init__(self, monkeypatch, owner: type, name: str) -> None:
+        self.error: Exception | None = None
+        self.num_refused = 0
+        real = getattr(owner, name)
+        refusing = self
+
+        def call(self, *arguments, **options):
+            if refusing.error is not None:
+                refusing.num_refused += 1
+                raise refusing.error
+            return real(self, *arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+
+def ask_hot(world: World, *numbers: int) -> None:
+    for number in numbers:
+        for _ in range(2):
+            world.ask(prompt(number, 81))
+
+
+def events(world: World, name: str) -> int:
+    return len(world.log.named(name))
+
+
+def test_tries_have_growing_bounded_pauses_and_are_reported_once(tmp_path, monkeypatch):
+    commit = Refusing(monkeypatch, StoreTransaction, "commit")
+    world = World(tmp_path)
+    commit.error = StoreFullError("enospc: the disk is full")
+    ask_hot(world, 0)
+    world.until(lambda: commit.num_refused >= 8)
+    began_s, before = time.monotonic(), commit.num_refused
+    world.until(lambda: commit.num_refused >= before + 4)
+    assert time.monotonic() - began_s > 3 * 0.05
+    assert events(world, "storage.degraded") == 1
+    assert world.storage.stats()["degradations"] == 1
+    commit.error = None
+    world.until(lambda: world.storage.status()["blocks"] == 5 and not world.storage.status()["degraded"])
+    assert events(world, "storage.degraded") == events(world, "storage.resumed") == 1
+    world.stop()
+    assert check_store(tmp_path)["ok"]
+
+
+def test_another_cause_is_shown_and_the_episode_stays_one(tmp_path, monkeypatch):
+    commit = Refusing(monkeypatch, StoreTransaction, "commit")
+    world = World(tmp_path)
+    commit.error = StoreFullError("enospc: the disk is full")
+    ask_hot(world, 0)
+    world.until(lambda: world.storage.status()["reason"].startswith("enospc: "))
+    commit.error = StoreBlockedError("erofs: the file system is read-only")
+    world.until(lambda: world.storage.status()["reason"].startswith("erofs: "))
+    commit.error = None
+    world.until(lambda: not world.storage.status()["degraded"])
+    assert events(world, "storage.degraded") == events(world, "storage.resumed") == 1
+    world.stop()
+
+
+def test_an_io_error_while_the_disk_is_full_gives_the_generation_up(tmp_path, monkeypatch):
+    commit = Refusing(monkeypatch, StoreTransaction, "commit")
+    world = World(tmp_path)
+    ask_hot(world, 0)
+    assert not world.checkpoint().error
+    commit.error = StoreFullError("enospc: the disk is full")
+    ask_hot(world, 1)
+    world.until(lambda: world.storage.status()["degraded"])
+    assert world.storage.status()["blocks"] == 5
+    commit.error = StoreDamagedError("eio: the disk fails")
+    world.until(lambda: world.storage.status()["reason"].startswith("eio: "))
+    assert world.storage.status()["blocks"] == 0
+    commit.error = None
+    world.until(lambda: world.storage.status()["blocks"] == 10 and not world.storage.status()["degraded"])
+    assert [entry["generation_lost"] for entry in world.log.named("storage.degraded")] == [False, True]
+    assert world.storage._running.recovered.generations.current.generation == 2
+    world.stop()
+    assert check_store(tmp_path)["ok"]
+
+
+def test_a_full_disk_that_takes_rows_and_no_blocks_has_a_tenth_expire_for_free_pages(tmp_path, monkeypatch):
+    put = Refusing(monkeypatch, StoreTransaction, "put_block")
+    world = World(tmp_path)
+    ask_hot(world, *range(6))
+    assert not world.checkpoint().error
+    assert world.storage.status()["blocks"] == 30
+    monkeypatch.setattr(Store, "disk_has_room", lambda *_: False)
+    put.error = StoreFullError("enospc: the disk is full")
+    ask_hot(world, 7)
+    world.until(lambda: world.storage.stats()["expired_bytes"] > 0)
+    assert world.storage.status()["degraded"]
+    put.error = None
+    world.until(lambda: world.storage.status()["blocks"] == 35)
+    assert world.storage.status()["degraded"], "there is no room yet for more than what became free"
+    assert events(world, "storage.degraded") == 1
+    monkeypatch.undo()
+    world.until(lambda: not world.storage.status()["degraded"])
+    assert events(world, "storage.resumed") == 1
+    world.stop()
+
+
+def test_a_map_that_is_full_heals_in_a_fresh_generation(tmp_path, monkeypatch):
+    real = persistence.plan_budget
+
+    def plan_budget(*arguments, **options):
+        return replace(real(*arguments, **options), map_bytes=1 << 20)  # the planner believes in more
+
+    monkeypatch.setattr(persistence, "plan_budget", plan_budget)
+    world = World(tmp_path, num_blocks=400, row_bytes=8 * ROW_BYTES)
+    assert world.pin("system", prompt(99, 81)) == "recipe+bytes"
+    number = 0
+    while not events(world, "storage.degraded"):
+        number += 1
+        assert number < 60
+        ask_hot(world, number)
+        world.checkpoint()
+    assert world.log.named("storage.degraded")[0]["reason"].startswith("map_full: ")
+    for each in range(number + 1, number + 20):
+        ask_hot(world, each)
+    world.until(lambda: events(world, "storage.resumed") or world.storage.status()["blocks"])
+    assert sum(path.stat().st_size for path in (tmp_path / "kv").glob("[0-9]*/data.mdb")) <= 2 << 20
+    crash(world)
+    world = World(tmp_path, num_blocks=400, row_bytes=8 * ROW_BYTES)
+    assert world.ask(prompt(99, 81)) in {0, 80}
+    crash(world)
+
+
+def test_after_a_failed_write_of_the_meta_page_the_generation_is_opened_again(tmp_path, monkeypatch):
+    commit = Refusing(monkeypatch, StoreTransaction, "commit")
+    begin = Refusing(monkeypatch, Store, "begin")
+    world = World(tmp_path)
+    ask_hot(world, 0)
+    assert not world.checkpoint().error
+    commit.error = StoreFullError("enospc: the disk is full")
+    ask_hot(world, 1)
+    world.until(lambda: commit.num_refused)
+    opened: list[int] = []
+    real = generations.Generations.reopen
+
+    def reopen(self):
+        begin.error = None
+        opened.append(self.current.generation)
+        return real(self)
+
+    monkeypatch.setattr(generations.Generations, "reopen", reopen)
+    begin.error = StorePanickedError("MDB_PANIC")
+    commit.error = None
+    world.until(lambda: world.storage.status()["blocks"] == 10 and not world.storage.status()["degraded"])
+    assert opened == [1]
+    assert not list((tmp_path / "kv").glob("*.aside"))
+    world.stop()
+    assert check_store(tmp_path)["ok"]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EMFILE, errno.ENOSPC])
+def test_a_start_that_can_not_open_the_store_for_writing_reads_it(tmp_path, monkeypatch, number):
+    world = World(tmp_path)
+    assert world.pin("system", prompt(9, 81)) == "recipe+bytes"
+    ask_hot(world, 0)
+    assert not world.checkpoint().error
+    crash(world)
+    from kvd.storage import store
+
+    blocked, real = {"yes": True}, store._allocate_lock_file
+
+    def allocate(directory: Path) -> None:
+        if blocked["yes"]:
+            raise OSError(number, "refused")
+        real(directory)
+
+    monkeypatch.setattr(store, "_allocate_lock_file", allocate)
+    world = World(tmp_path)
+    assert world.report.num_blocks == 10
+    status = world.storage.status()
+    assert status["blocks"] == 10
+    assert status["reason"].startswith(f"{errno.errorcode[number].lower()}: ")
+    assert "degraded" in world.checkpoint().error
+    ask_hot(world, 1)
+    blocked["yes"] = False
+    world.until(lambda: world.storage.status()["blocks"] == 15 and not world.storage.status()["degraded"])
+    assert world.storage._running.recovered.generations.current.generation == 1
+    assert events(world, "storage.degraded") == events(world, "storage.resumed") == 1
+    world.stop()
+    assert check_store(tmp_path)["ok"]
+
+
+def test_a_generation_that_can_not_be_moved_is_not_left_beside_the_next_one(tmp_path, monkeypatch):
+    commit = Refusing(monkeypatch, StoreTransaction, "commit")
+    aside = Refusing(monkeypatch, generations.Generations, "set_aside")
+    world = World(tmp_path)
+    ask_hot(world, 0)
+    assert not world.checkpoint().error
+    commit.error, aside.error = StoreDamagedError("eio: the disk fails"), OSError(errno.EIO, "Input/output error")
+    ask_hot(world, 1)
+    world.until(lambda: aside.num_refused >= 3)
+    assert [path.name for path in (tmp_path / "kv").iterdir() if path.name.isdecimal()] == ["1"]
+    commit.error = aside.error = None
+    world.until(lambda: world.storage.status()["blocks"] == 10 and not world.storage.status()["degraded"])
+    assert [path.name for path in (tmp_path / "kv").iterdir() if path.name.isdecimal()] == ["2"]
+    world.stop()
+
+
+def test_the_data_file_is_mapped_for_reading_alone(tmp_path):
+    """A write through the map of a full disk would be SIGBUS, not an error."""
+    world = World(tmp_path)
+    ask_hot(world, 0)
+    assert not world.checkpoint().error
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line and line.endswith("data.mdb")]
+    assert maps
+    assert all(re.match(r"\S+ r--s ", line) for line in maps)
+    assert (tmp_path / "kv" / "1" / "lock.mdb").stat().st_blocks * 512 >= 8192
+    world.stop()
+
+
+def test_lmdb_says_which_errno_it_met(tmp_path):
+    """The classification of its errors goes by the system's texts."""
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(lmdb.Error, match="Not a directory"):
+        lmdb.open(str(tmp_path / "file" / "below"), create=False)
+
+
+def test_an_episode_is_reported_once_for_each_cause():
+    lines: list[tuple] = []
+
+    class Log:
+        def error(self, event, **fields):
+            lines.append((event, fields["reason"], fields["generation_lost"]))
+
+        def info(self, event, **_):
+            lines.append((event,))
+
+        warning = debug = error
+
+    episode = FaultEpisode(Log())
+    assert episode.refused("enospc: full", generation_lost=False)
+    assert not episode.refused("enospc: full again", generation_lost=False)
+    assert not episode.refused("eio: fails", generation_lost=True)
+    assert not episode.refused("eio: fails", generation_lost=False)
+    episode.over()
+    episode.over()
+    assert episode.refused("eio: fails", generation_lost=False)
+    assert lines == [
+        ("storage.degraded", "enospc: full", False),
+        ("storage.degraded", "eio: fails", True),
+        ("storage.resumed",),
+        ("storage.degraded", "eio: fails", False),
+    ]
+
+
+def test_map_full_is_a_full_store():
+    assert issubclass(StoreMapFullError, StoreFullError)
