@@ -103,6 +103,25 @@ class Codec(Protocol):
             BadRowError: as ``verify_block``.
         """
 
+    def renewed(self, database: bytes, key: bytes, value: memoryview | bytes) -> memoryview | bytes:
+        """A row's value as it would be written today: under its tenant's present key.
+
+        Raises:
+            BadRowError: it is damaged, or its key is gone; there is nothing to keep.
+        """
+
+    # other files
+
+    def pack_private(self, what: bytes, data: bytes) -> bytes:
+        """``data`` of a small file of the kind ``what``."""
+
+    def unpack_private(self, what: bytes, data: bytes) -> bytes:
+        """What ``pack_private`` was given.
+
+        Raises:
+            BadRowError: it can't be opened.
+        """
+
     # recipes
 
     def hold_tenants(self, tenant_salts: Collection[bytes]) -> None:
@@ -200,6 +219,15 @@ class PlainCodec:
         value = plain + bytes(schema.value_bytes(len(plain) - schema.BLOCK_HEADER_BYTES) - len(plain))
         schema.verify_block(memoryview(value), block_hash)
         return value
+
+    def renewed(self, database: bytes, key: bytes, value: memoryview | bytes) -> memoryview | bytes:  # noqa: ARG002 (the port's)
+        return value
+
+    def pack_private(self, what: bytes, data: bytes) -> bytes:  # noqa: ARG002 (the port's)
+        return data
+
+    def unpack_private(self, what: bytes, data: bytes) -> bytes:  # noqa: ARG002 (the port's)
+        return data
 
     def hold_tenants(self, tenant_salts: Collection[bytes]) -> None:
         pass

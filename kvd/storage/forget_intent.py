@@ -2,7 +2,7 @@ r"""What is being forgotten, on disk before anything else of it is: a start that
 
     8 bytes "KVDFGT\r\n", u32 format version, u64 length, msgpack list of marks, u32 crc32c of all before
 
-A mark names no token and no text: the tenant, its salt, and for a prefix the hashes of its blocks.
+A mark names no token and no text: the tenant, its salt, and for a prefix the hashes of its blocks. In an encrypted store the list is sealed under the store's own key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from kvd.cache.hashing import Namespace, block_hash
 from kvd.cache.tenants import Selection, is_of_tenant
 from kvd.commands import Recipe
 from kvd.observe.failpoints import declare
-from kvd.storage.errors import UnknownFormatError
+from kvd.storage.codec import PLAIN, Codec
+from kvd.storage.schema import BadRowError, check_format
 from kvd.types import BlockHash
 from kvd.wal.durable import read_regular, remove_file, replace_file
 
@@ -69,7 +70,7 @@ def chain_of(namespace: Namespace, token_ids: bytes, block_bytes: int) -> tuple[
     return tuple(chain)
 
 
-def write_intent(state_dir: Path, marks: Sequence[Mark]) -> None:
+def write_intent(state_dir: Path, marks: Sequence[Mark], codec: Codec = PLAIN) -> None:
     """Have the file say what is being forgotten, durably; without marks it is gone.
 
     Raises:
@@ -79,12 +80,12 @@ def write_intent(state_dir: Path, marks: Sequence[Mark]) -> None:
     if not marks:
         remove_file(path)
         return
-    payload = msgspec.msgpack.encode(list(marks))
-    body = _HEADER.pack(_MAGIC, FORMAT_VERSION, len(payload)) + payload
+    payload = codec.pack_private(_MAGIC, msgspec.msgpack.encode(list(marks)))
+    body = _HEADER.pack(_MAGIC, codec.format_of(FORMAT_VERSION), len(payload)) + payload
     replace_file(path, body + _CRC.pack(crc32c(body)), points=_POINTS)
 
 
-def read_intent(state_dir: Path) -> tuple[list[Mark], str]:
+def read_intent(state_dir: Path, codec: Codec = PLAIN) -> tuple[list[Mark], str]:
     """What a start has to forget yet, and a sentence on a file that can't be read (nobody was told that it was forgotten).
 
     Raises:
@@ -102,9 +103,10 @@ def read_intent(state_dir: Path) -> tuple[list[Mark], str]:
     payload = data[_HEADER.size : -_CRC.size]
     if magic != _MAGIC or len(payload) != length:
         return [], damage
-    if version != FORMAT_VERSION:
-        raise UnknownFormatError(f"{path}: format {version}; this version reads format {FORMAT_VERSION}")
+    if version == FORMAT_VERSION:
+        codec = PLAIN  # of the last start before this one encrypted the directory
+    check_format(f"{path}: an intent to forget", version, codec.format_of(FORMAT_VERSION))
     try:
-        return msgspec.msgpack.decode(payload, type=list[Mark]), ""
-    except msgspec.MsgspecError:
+        return msgspec.msgpack.decode(codec.unpack_private(_MAGIC, payload), type=list[Mark]), ""
+    except (msgspec.MsgspecError, BadRowError):
         return [], damage

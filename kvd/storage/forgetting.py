@@ -4,7 +4,8 @@
     2  the nodes have left index and store, no copy of them is under way, and the log goes on in a new segment
     3  the recipes of its pins are gone from both files, older files too
     4  a whole tenant of an encrypted store: its keys are destroyed; else all rows that stay are in a new generation and the old one is unlinked
-    5  the log's segments that may hold it are unlinked, and so are generations set aside and what is in quarantine
+    5  the log's segments that may hold it are unlinked, and so are generations set aside and what is in quarantine; of an encrypted store, what stays of a tenant was
+       sealed with a fresh key since before step 2, and the old one is destroyed
     6  the intent is gone, and whoever asked is told
 
 A forget that fails is not told as done; its intent stays, and the next forget, or the next start, does its work too.
@@ -24,6 +25,7 @@ from kvd.cache.hashing import Namespace
 from kvd.cache.tenants import Selection
 from kvd.commands import ForgetDone, Recipe
 from kvd.observe.failpoints import declare, failpoint
+from kvd.storage.codec import PLAIN, Codec
 from kvd.storage.forget_intent import Mark, mark_of, read_intent, write_intent
 from kvd.storage.generations import STORE_NAME
 from kvd.storage.keys import KeyRing
@@ -86,6 +88,7 @@ class Forgetting:
         log: Log,
         fingerprint: bytes,
         block_bytes: int,
+        codec: Codec = PLAIN,
     ) -> None:
         """``block_bytes``: of a block's packed tokens. Pins of what an earlier life was forgetting are gone on return.
 
@@ -99,7 +102,8 @@ class Forgetting:
         self._log = log
         self._fingerprint = fingerprint
         self._block_bytes = block_bytes
-        self._marks, damage = read_intent(state_dir)
+        self._codec = codec
+        self._marks, damage = read_intent(state_dir, codec)
         if damage:
             log.warning("storage.damage", what=damage)
         if self._marks:
@@ -155,10 +159,11 @@ class Forgetting:
         failpoint("forget.before_intent")
         if asked.selection is not None:
             mark = mark_of(asked.selection, self._namespaces(asked.selection, running), self._block_bytes)
-            write_intent(self._state_dir, [*self._marks, mark])
+            write_intent(self._state_dir, [*self._marks, mark], self._codec)
             self._marks.append(mark)
         marks = tuple(self._marks)
         failpoint("forget.before_nodes")
+        superseded = self._renew_keys(marks)
         num_nodes, lsn = self._forget_nodes(running, marks) if running is not None else (0, 0)
         failpoint("forget.before_recipes")
         salts = self._forget_recipes(marks, asked.pins)
@@ -168,6 +173,8 @@ class Forgetting:
         failpoint("forget.before_log")
         if running is not None:
             self._wait_for_log(running, lsn)
+        if superseded and self._parts.keys is not None:
+            self._parts.keys.drop_superseded(superseded)
         failpoint("forget.before_quarantine")
         self._remove_what_was_set_aside()
         failpoint("forget.before_done")
@@ -175,6 +182,15 @@ class Forgetting:
         failpoint("forget.after_done")
         self._marks.clear()
         return num_nodes
+
+    def _renew_keys(self, marks: tuple[Mark, ...]) -> set[bytes]:
+        """For the prefix of a tenant that stays: what stays of it, and what comes, is sealed with a fresh key, and the old one can be destroyed."""
+        keys = self._parts.keys
+        if keys is None or not any(mark.chains for mark in marks):
+            return set()
+        salts = {salt for salt in keys.tenants() if any(mark.has_salt(salt) for mark in marks)}
+        keys.renew(salts)
+        return salts
 
     def _refuse_unopened(self, running: Running | None) -> None:
         if running is None and any((self._state_dir / name).exists() for name in (STORE_NAME, "wal")):

@@ -299,6 +299,11 @@ class KeyRing:
         """Whether a key with that number was ever in this ring: what is sealed with another one is not of this ring, or newer than its files."""
         return 0 < key_id < self._next_id
 
+    def is_current(self, key_id: int) -> bool:
+        """Whether its tenant's values are sealed with this key, and not with a later one."""
+        key = self._by_id.get(key_id)
+        return key is not None and self._by_tenant[key.tenant] is key
+
     @property
     def num_tenants(self) -> int:
         return len(self._by_tenant)
@@ -336,13 +341,16 @@ class KeyRing:
         return self.for_sealing(tenant_salt, 0)[0]
 
     def _make(self, tenant: bytes | None) -> DataKey:
-        secret = self._random(KEY_BYTES)
-        key = DataKey(self._next_id, tenant, Cipher(secret), self._master.wrap_key(self._next_id, tenant, secret), RESERVED_AT_ONCE, 0)
+        key = self._fresh(self._next_id, tenant)
         kept = [other for other in self._by_id.values() if other.tenant not in self._superfluous()]
         self._durably([*kept, key], self._next_id + 1)
         self._replace(kept)
         self._take(key)
         return key
+
+    def _fresh(self, key_id: int, tenant: bytes | None) -> DataKey:
+        secret = self._random(KEY_BYTES)
+        return DataKey(key_id, tenant, Cipher(secret), self._master.wrap_key(key_id, tenant, secret), RESERVED_AT_ONCE, 0)
 
     def _superfluous(self) -> set[bytes | None]:
         """The tenants that yield to a new one: none below the bound, then an eighth of them at once."""
@@ -378,6 +386,34 @@ class KeyRing:
             OSError: it could not be done; the keys still are there.
         """
         return self._drop({tenant_salt}) > 0
+
+    def renew(self, tenant_salts: Collection[bytes]) -> None:
+        """Seal what comes of these tenants with fresh keys, durable on return. The old ones stay for reading until ``drop_superseded``.
+
+        Raises:
+            StoreBlockedError: it could not be done; the keys are as they were.
+        """
+        with self._lock:
+            made: list[DataKey] = []
+            for tenant in tenant_salts:
+                if tenant in self._by_tenant:
+                    made.append(self._fresh(self._next_id + len(made), tenant))
+            if made:
+                self._durably([*self._by_id.values(), *made], self._next_id + len(made))
+                for key in made:
+                    self._take(key)
+
+    def drop_superseded(self, tenant_salts: Collection[bytes]) -> None:
+        """Destroy every key of these tenants but the one that seals, durably.
+
+        Raises:
+            OSError: as ``destroy``.
+        """
+        with self._lock:
+            kept = [key for key in self._by_id.values() if key.tenant not in tenant_salts or self.is_current(key.key_id)]
+            if len(kept) < len(self._by_id):
+                self._write(kept, self._next_id)
+                self._replace(kept)
 
     def retain(self, tenant_salts: Collection[bytes]) -> int:
         """Destroy the keys of all tenants but these: nothing is left of the others. The number of tenants.

@@ -52,6 +52,8 @@ class Keys(Protocol):
 
     def was_issued(self, key_id: int) -> bool: ...
 
+    def is_current(self, key_id: int) -> bool: ...
+
     def for_sealing(self, tenant: bytes | None, num_values: int = 1) -> tuple[DataKey, list[bytes]]: ...
 
     def hold_tenants(self, tenant_salts: Collection[bytes]) -> None: ...
@@ -186,10 +188,10 @@ class SealedCodec:
     def write_block(self, value: memoryview, group: KvGroup, block_hash: bytes, root: bytes, row: memoryview) -> None:
         header = memoryview(bytearray(BLOCK_HEADER_BYTES))
         schema.write_block_header(header, block_hash, group.fingerprint, row)
-        self._write(value, self.block_key(group.name, block_hash), root, bytes(header), row)
+        self._write(value, self.block_key(group.name, block_hash), self.tenant_of(root), bytes(header), row)
 
-    def _write(self, value: memoryview, place: bytes, root: bytes, header: bytes, row: memoryview) -> None:
-        key, nonces = self.ring.for_sealing(self.tenant_of(root), 2)
+    def _write(self, value: memoryview, place: bytes, tenant: bytes | None, header: bytes, row: memoryview) -> None:
+        key, nonces = self.ring.for_sealing(tenant, 2)
         value[: _BLOCK_PREFIX.size] = _BLOCK_PREFIX.pack(_VERSION, key.key_id)
         value[_BLOCK_PREFIX.size : _HEADER_AT] = nonces[0]
         value[_HEADER_AT:_HEADER_END] = key.cipher.seal(nonces[0], header, _header_place(place, value))
@@ -223,8 +225,23 @@ class SealedCodec:
         if crc32c(row) != row_crc:
             raise BadRowError("checksum")
         value = bytearray(self.value_bytes(length))
-        self._write(memoryview(value), self.block_key(group, block_hash), root, bytes(header), row)
+        self._write(memoryview(value), self.block_key(group, block_hash), self.tenant_of(root), bytes(header), row)
         return bytes(value)
+
+    def renewed(self, database: bytes, key: bytes, value: memoryview | bytes) -> memoryview | bytes:
+        is_block = database == schema.DB_BLOCKS
+        _, key_id = (_BLOCK_PREFIX if is_block else _PREFIX).unpack_from(value) if len(value) >= _BLOCK_PREFIX.size else (0, 0)
+        if self.ring.is_current(key_id):
+            return value
+        data_key = self.ring.by_id(key_id)
+        if data_key is None:
+            raise BadRowError(KEY_LOST)
+        if not is_block:
+            return self.seal(data_key.tenant, self.open(bytes(value), _place(database, key)), _place(database, key))
+        header, row = self._open_block(key, memoryview(value), None)
+        renewed = memoryview(bytearray(len(value)))
+        self._write(renewed, key, data_key.tenant, bytes(header), row)
+        return renewed
 
     def _open_block(self, key: bytes, value: memoryview, block_hash: bytes | None) -> tuple[memoryview, memoryview]:
         cipher, header = self._open_header(key, value)
@@ -245,6 +262,14 @@ class SealedCodec:
             return cipher, memoryview(cipher.open(nonce, value[_HEADER_AT:_HEADER_END], _header_place(key, value)))
         except SealBrokenError as error:
             raise BadRowError("header") from error
+
+    # -------------------------------------------------------------------------------- other files
+
+    def pack_private(self, what: bytes, data: bytes) -> bytes:
+        return self.seal(STORE, data, what)
+
+    def unpack_private(self, what: bytes, data: bytes) -> bytes:
+        return self.open(data, what)
 
     # -------------------------------------------------------------------------------- recipes
 
@@ -277,6 +302,9 @@ class _NoKeys:
 
     def was_issued(self, key_id: int) -> bool:  # noqa: ARG002
         return True
+
+    def is_current(self, key_id: int) -> bool:  # noqa: ARG002
+        return False
 
     def for_sealing(self, tenant: bytes | None, num_values: int = 1) -> tuple[DataKey, list[bytes]]:  # noqa: ARG002
         raise EncryptionKeyError("without store_encryption_key_file nothing can be encrypted")

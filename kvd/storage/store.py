@@ -244,7 +244,8 @@ class Store:
         return self.codec.unpack_meta(data)
 
     def copy_rows(self, fresh: Store, commit_bytes: int) -> None:
-        """Put every row into ``fresh``, as it is, but the generation's own; nothing of what was deleted here is in the copy, not even in unused space.
+        """Put every row into ``fresh``, under its tenant's present key, but the generation's own; nothing of what was deleted here is in the copy, not even in
+        unused space, and nothing of what can't be opened.
 
         Raises:
             StoreBlockedError, StoreDamagedError: not all could be read or written.
@@ -255,7 +256,10 @@ class Store:
             txn = fresh.begin()
             try:
                 for key, value in self.rows(database):
-                    txn.put_row(database, key, value)
+                    try:
+                        txn.put_row(database, key, self.codec.renewed(database, key, value))
+                    except BadRowError:
+                        continue
                     if txn.num_bytes >= commit_bytes:
                         txn.commit()
                         txn = fresh.begin()
@@ -320,7 +324,7 @@ class StoreTransaction:
         self._meta = store.meta
         self.num_bytes = 0
 
-    def put_row(self, database: bytes, key: bytes, value: bytes) -> None:
+    def put_row(self, database: bytes, key: bytes, value: bytes | memoryview) -> None:
         """A row as another generation has it."""
         self._put(key, value, database)
         self.num_bytes += len(value)

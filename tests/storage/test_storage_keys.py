@@ -232,6 +232,25 @@ def test_a_key_that_could_not_be_destroyed_is_said_to_be_there_still(tmp_path, m
     assert ring(tmp_path).by_id(gone.key_id) is None
 
 
+def test_renewed_keys_seal_and_superseded_ones_read_until_they_are_dropped(tmp_path):
+    made = ring(tmp_path)
+    before = {tenant: made.for_tenant(tenant) for tenant in (b"a", b"b")}
+    made.renew({b"a", b"unknown"})
+    after = made.for_tenant(b"a")
+    assert after.key_id > before[b"a"].key_id
+    assert made.by_id(before[b"a"].key_id) is before[b"a"]
+    assert [made.is_current(key.key_id) for key in (before[b"a"], after, before[b"b"])] == [False, True, True]
+    again = ring(tmp_path)
+    assert again.for_tenant(b"a").key_id == after.key_id
+    again.drop_superseded({b"a"})
+    for where in (again, ring(tmp_path)):
+        assert [where.by_id(key.key_id) is not None for key in (before[b"a"], after, before[b"b"])] == [False, True, True]
+    assert not any(before[b"a"].wrapped in data for data in contents(tmp_path).values())
+    numbers = sorted(contents(tmp_path))
+    again.drop_superseded({b"a"})
+    assert sorted(contents(tmp_path)) == numbers, "nothing to drop, nothing written"
+
+
 @pytest.mark.parametrize("name", sorted(name for name in failpoints.NAMES if name.startswith("keys.")))
 def test_a_key_that_could_not_be_made_durable_seals_nothing(tmp_path, monkeypatch, name):
     made = ring(tmp_path)
