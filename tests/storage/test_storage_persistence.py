@@ -640,7 +640,8 @@ def test_pins_above_the_disk_budget_are_kept_as_recipes_alone(tmp_path):
 def test_the_short_write_of_a_full_disk_is_no_damage(tmp_path, arm, monkeypatch):
     monkeypatch.setattr(store_thread, "_RETRY_MIN_S", 0.01)
     world = World(tmp_path)
-    monkeypatch.setattr(Store, "disk_has_room", lambda _self, _num_bytes: False)
+    has_room = {"yes": False}
+    monkeypatch.setattr(Store, "disk_has_room", lambda _self, _num_bytes: has_room["yes"])
     arm("store.before_commit=raise")
     for _ in range(2):
         world.ask(prompt(0, 81))
@@ -649,6 +650,9 @@ def test_the_short_write_of_a_full_disk_is_no_damage(tmp_path, arm, monkeypatch)
     faults = world.log.named("storage.degraded")
     assert [fault["generation_lost"] for fault in faults] == [False]
     assert "full" in faults[0]["reason"]
+    assert world.storage.status()["degraded"], "what became free took them; the disk is still full"
+    has_room["yes"] = True
+    world.until(lambda: not world.storage.status()["degraded"])
     assert world.log.named("storage.resumed")
     world.stop()
     assert [path.name for path in (tmp_path / "kv").iterdir() if path.is_dir()] == ["1"]
