@@ -75,8 +75,12 @@ class IndexNode:
         return self.block_id >= 0
 
     def row(self) -> NodeRow:
-        parent = self.root if self.parent is None else self.parent.block_hash
-        return NodeRow(self.block_hash, self.root, parent, self.token_ids, self.depth, self.uses, self.last_use_unix_s, self.origin)
+        root, parent, token_ids = self.names()
+        return NodeRow(self.block_hash, root, parent, token_ids, self.depth, self.uses, self.last_use_unix_s, self.origin)
+
+    def names(self) -> tuple[BlockHash, BlockHash, bytes]:
+        """What its hash is made of, and the namespace: root, parent (the root for depth 0), tokens."""
+        return self.root, self.root if self.parent is None else self.parent.block_hash, self.token_ids
 
     def chain(self) -> list[IndexNode]:
         """Its ancestors and itself, root first."""
@@ -112,6 +116,8 @@ class NodeIndex:
         """(database, key) of rows that stand for nothing: damaged ones, bytes that no node stands for."""
         self.dirty_namespaces: set[BlockHash] = set()
         self.dirty_pins: set[str] = set()
+        self.ambiguous: set[BlockHash] = set()
+        """Hashes that stood for two different blocks in this life. What hangs below one of them can't be told apart, and nothing of it is kept."""
 
     # -------------------------------------------------------------------------------- filling it
 
@@ -162,9 +168,14 @@ class NodeIndex:
         return True
 
     def insert(self, root: BlockHash, parent: BlockHash, token_ids: bytes) -> IndexNode | None:
-        """The node of these tokens below ``parent``, made if need be; None if the parent or the namespace is unknown."""
+        """The node of these tokens below ``parent``, made if need be; None if the parent or the namespace is unknown, or their hash is another block's."""
         key = block_hash(parent, token_ids)
         node = self.nodes.get(key)
+        if node is not None and node.names() != (root, parent, token_ids):
+            self.ambiguous.add(key)
+            self.drop_bytes(node)
+        if key in self.ambiguous or parent in self.ambiguous:
+            return None
         if node is None:
             node = self._add(key, root, parent, token_ids)
             if node is not None:
@@ -231,7 +242,10 @@ class NodeIndex:
     # -------------------------------------------------------------------------------- bytes on disk
 
     def set_stored(self, node: IndexNode, num_bytes: int) -> None:
-        """The node's bytes are durable."""
+        """The node's bytes are durable (of an ambiguous hash it is not known whose bytes they are: they go again)."""
+        if node.block_hash in self.ambiguous:
+            self.drop_bytes(node)
+            return
         self._count_out(node)
         node.stored_bytes = num_bytes
         self.stored_bytes += num_bytes

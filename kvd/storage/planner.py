@@ -251,12 +251,12 @@ class Planner:
         index = self._index
         self.counters.num_computed_blocks += event.origin is not BlockOrigin.RESTORED
         is_new_namespace = index.add_namespace(event.namespace)
-        node = index.nodes.get(event.block_hash)
+        is_new = event.block_hash not in index.nodes
+        node = index.insert(event.namespace.root, event.parent_hash, event.token_ids)
         if node is None:
-            node = index.insert(event.namespace.root, event.parent_hash, event.token_ids)
-            if node is None:
-                self.counters.num_lost_events += 1
-                return
+            self.counters.num_lost_events += 1
+            return
+        if is_new:
             root = event.namespace.root
             namespace = event.namespace
             parts = None

@@ -80,10 +80,10 @@ def choose(index: NodeIndex, pinned_chains: Iterable[Sequence[BlockHash]], max_b
             chains.append(have)
 
     for hashes in pinned_chains:
-        known = []
+        known: list[IndexNode] = []
         for block_hash in hashes:
             node = index.nodes.get(block_hash)
-            if node is None:
+            if node is None or node.parent is not (known[-1] if known else None):
                 break
             known.append(node)
         take(known)

@@ -21,6 +21,7 @@ import msgspec
 from crc32c import crc32c
 
 from kvd.cache.hashing import HASH_BYTES, Namespace
+from kvd.cache.hashing import block_hash as hash_of_block
 from kvd.storage.errors import UnknownFormatError
 from kvd.types import BlockHash
 
@@ -158,7 +159,7 @@ def unpack_node(block_hash: bytes, data: bytes) -> NodeRow:
         raise BadRowError("node")
     root, parent, depth, uses, last_use, origin = _NODE.unpack_from(body)
     token_ids = body[_NODE.size :]
-    if hashlib.sha256(parent + token_ids).digest() != block_hash or origin >= len(ORIGINS):
+    if hash_of_block(BlockHash(parent), token_ids) != block_hash or origin >= len(ORIGINS):
         raise BadRowError("node")
     return NodeRow(BlockHash(block_hash), BlockHash(root), BlockHash(parent), token_ids, depth, uses, last_use, ORIGINS[origin])
 
