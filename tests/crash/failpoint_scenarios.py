@@ -53,6 +53,8 @@ class Scenario:
     in_start: bool | None = False
     keeps_bytes: bool = True
     flags: tuple[str, ...] = ()
+    forgets: bool = False
+    """The work ends with a forget of what it has heated."""
 
 
 def _tear_log(state_dir: Path) -> None:
@@ -87,6 +89,7 @@ SCENARIOS = {
     "store.current.": Scenario(_drop_store, in_start=True, keeps_bytes=False),
     "store.marker.": Scenario(in_start=True),
     "rehydrate.": Scenario(in_start=True),
+    "forget.": Scenario(forgets=True),
     "cold.": Scenario(in_start=True, flags=("--rehydrate-max-fraction", "0", "--cold-tier", "always")),  # the pins come back so
     "recipes.restore.": Scenario(_cut_recipes, in_start=True),
     "recipes.": Scenario(at=2),  # of the pin that takes another's place
@@ -121,7 +124,7 @@ class OpenStream(threading.Thread):
             self.client.close()
 
 
-def work(process: DaemonProcess, ledger: Ledger) -> str:
+def work(process: DaemonProcess, ledger: Ledger, *, forgets: bool = False) -> str:
     """Pin, replace, unpin, heat prefixes, checkpoint, until the daemon dies of it; the code that the operation under way ended with."""
     stream = OpenStream(process.endpoint)
     try:
@@ -137,6 +140,8 @@ def work(process: DaemonProcess, ledger: Ledger) -> str:
             ledger.pin(client, "third", OTHER)
             ledger.unpin(client, "third")
             client.checkpoint()
+            if forgets:
+                client.forget(fresh)
             end_s = time.monotonic() + 3
             while time.monotonic() < end_s:
                 client.generate(fresh + " again", max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -166,7 +171,7 @@ def die_at(
             process.wait_ready()
             with process.client() as client:
                 first(client)
-            told = work(process, ledger)
+            told = work(process, ledger, forgets=scenario.forgets)
             if told not in ("", *GONE):
                 raise AssertionError(f"the client of the killed daemon was told {told!r}")
         if process.process.poll() is None and not told:
