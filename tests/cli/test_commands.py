@@ -9,7 +9,18 @@ import types
 
 import pytest
 from kvd_client.errors import ConnectionLost, KvdError, Timeout
-from kvd_client.results import CheckpointResult, Choice, Chunk, Completion, PingResult, PinResult, Timings, TokenLogprob, Usage
+from kvd_client.results import (
+    CheckpointResult,
+    Choice,
+    Chunk,
+    Completion,
+    ForgetResult,
+    PingResult,
+    PinResult,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 
 from kvd.cli import app, serve
 from kvd.cli.exits import MEANINGS, Exit, exit_of_failure
@@ -117,11 +128,16 @@ class StubClient:
         return (5, 6, 7)
 
     def pin(self, name, prompt=None, *, messages=None, cache_salt=b"", priority=50, ttl_s=0.0):
-        self._record("pin", name, prompt, messages=messages, priority=priority, ttl_s=ttl_s)
+        salt = {"cache_salt": cache_salt} if cache_salt else {}
+        self._record("pin", name, prompt, messages=messages, priority=priority, ttl_s=ttl_s, **salt)
         return PinResult(name, {"tokens": 96, "blocks": 6, "durable": "recipe+bytes"})
 
     def unpin(self, name):
         self._record("unpin", name)
+
+    def forget(self, prompt=None, *, messages=None, cache_salt=None, tenant=None):
+        self._record("forget", prompt, messages=messages, cache_salt=cache_salt, tenant=tenant)
+        return ForgetResult(6, 1)
 
     def prefixes(self):
         self._record("prefixes")
@@ -330,6 +346,25 @@ def test_tokenize(stub, capsys):
     assert stub.calls[1][2]["messages"][0] == {"role": "system", "content": "S"}
 
 
+def test_forget_says_what_went(stub, tmp_path, capsys):
+    (tmp_path / "s.txt").write_text("You are.")
+    assert app.main(["forget", "--system-file", str(tmp_path / "s.txt"), "--cache-salt", "s"]) == 0
+    assert capsys.readouterr().out == "forgotten: 6 blocks, 1 pins; nothing of it is in the state directory\n"
+    assert app.main(["forget", "--prompt-file", str(tmp_path / "s.txt"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"blocks": 6, "pins": 1}
+    assert app.main(["forget", "--all", "--tenant", "acme"]) == 0
+    assert app.main(["forget", "--cache-salt", ""]) == 0
+    assert app.main(["pin", "a", "--system", "x", "--cache-salt", "s"]) == 0
+    nothing = {"messages": None, "cache_salt": None, "tenant": None}
+    assert stub.calls == [
+        ("forget", (None,), {**nothing, "messages": [{"role": "system", "content": "You are."}], "cache_salt": "s"}),
+        ("forget", ("You are.",), nothing),
+        ("forget", (None,), {**nothing, "tenant": "acme"}),
+        ("forget", (None,), {**nothing, "cache_salt": ""}),
+        ("pin", ("a", None), {"messages": [{"role": "system", "content": "x"}], "priority": 50, "ttl_s": 0.0, "cache_salt": "s"}),
+    ]
+
+
 def test_pin_from_each_source(stub, tmp_path, capsys):
     (tmp_path / "s.txt").write_text("You are.", encoding="utf-8")
     (tmp_path / "m.json").write_text('[{"role": "system", "content": "x"}]', encoding="utf-8")
@@ -516,6 +551,10 @@ def test_every_failure_code_has_an_exit_code_that_is_documented():
         ["generate", "--prompt", "x", "--logprobs", "1"],
         ["generate", "--prompt", "x", "--system", "a", "--system-file", "b"],
         ["pin", "a"],
+        ["forget"],
+        ["forget", "--all", "--cache-salt", "s"],
+        ["forget", "--tenant", "acme"],
+        ["forget", "--system", "x", "--prompt-file", "y"],
         ["pin", "a", "--system", "x", "--prompt-file", "y"],
         ["pin"],
         ["status", "--timeout", "0"],

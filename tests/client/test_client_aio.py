@@ -17,6 +17,7 @@ from kvd_client.protocol.messages import (
     Credit,
     Drain,
     Failed,
+    Forget,
     Generate,
     Pin,
     Prefixes,
@@ -26,7 +27,7 @@ from kvd_client.protocol.messages import (
     Tokenize,
     Unpin,
 )
-from kvd_client.results import pack_tokens
+from kvd_client.results import ForgetResult, pack_tokens
 from scripted_daemon import Answer, ScriptedDaemon, echo, finished, mute, tokens, wait_until
 
 pytestmark = pytest.mark.socket
@@ -71,6 +72,7 @@ def test_async_operations(endpoint: str) -> None:
     results: dict[type, tuple[Any, ...]] = {
         Pin: ({"tokens": 32},),
         Unpin: ({},),
+        Forget: ({"blocks": 3, "pins": 1},),
         Prefixes: ({"pins": []},),
         Status: ({"state": "ready"},),
         Stats: ({"evictions": 1},),
@@ -86,6 +88,8 @@ def test_async_operations(endpoint: str) -> None:
     async def test(client: AsyncClient) -> None:
         assert (await client.pin("p", "text", cache_salt=b"t")).details == {"tokens": 32}
         await client.unpin("p")
+        assert await client.forget("text", cache_salt="n\u00e4cht") == ForgetResult(3, 1)
+        assert await client.forget(messages=[{"role": "system", "content": "x"}], tenant="acme") == ForgetResult(3, 1)
         assert await client.prefixes() == {"pins": []}
         assert await client.status() == {"state": "ready"}
         assert await client.stats() == {"evictions": 1}
@@ -99,6 +103,9 @@ def test_async_operations(endpoint: str) -> None:
     with ScriptedDaemon(endpoint, answer) as daemon:
         run(endpoint, test)
         assert daemon.wait_for_kind(Pin)[0].cache_salt == b"t"
+        first, second = daemon.wait_for_kind(Forget, 2)
+    assert (first.input, first.cache_salt, first.tenant) == ("text", "nächt".encode(), None)
+    assert (second.input, second.cache_salt, second.tenant) == ("messages", None, "acme")
 
 
 def test_a_hundred_tasks_side_by_side(endpoint: str) -> None:

@@ -23,6 +23,7 @@ from kvd_client.protocol.messages import (
     Credit,
     Drain,
     Failed,
+    Forget,
     Generate,
     Hello,
     Pin,
@@ -33,7 +34,7 @@ from kvd_client.protocol.messages import (
     Tokenize,
     Unpin,
 )
-from kvd_client.results import pack_tokens
+from kvd_client.results import ForgetResult, pack_tokens
 from scripted_daemon import Answer, ScriptedDaemon, echo, finished, mute, tokens, wait_until
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -85,6 +86,7 @@ def test_every_operation(endpoint: str, client: Client) -> None:
     results: dict[type, tuple[Any, ...]] = {
         Pin: ({"name": "p", "tokens": 32},),
         Unpin: ({},),
+        Forget: ({"blocks": 3, "pins": 1},),
         Prefixes: ({"pins": []},),
         Status: ({"state": "ready"},),
         Stats: ({"evictions": 1},),
@@ -100,6 +102,7 @@ def test_every_operation(endpoint: str, client: Client) -> None:
     with ScriptedDaemon(endpoint, answer) as daemon:
         assert client.pin("p", messages=[{"role": "system", "content": "s"}], priority=7).details["tokens"] == 32
         client.unpin("p")
+        assert client.forget(cache_salt=b"night") == ForgetResult(3, 1)
         assert client.prefixes() == {"pins": []}
         assert client.status() == {"state": "ready"}
         assert client.stats() == {"evictions": 1}
@@ -110,9 +113,10 @@ def test_every_operation(endpoint: str, client: Client) -> None:
         assert client.ping().instance == daemon.instance.hex()
         assert client.hello().model == "m"
         assert client.wait_ready().state == "ready"
-        pin, drain = daemon.wait_for_kind(Pin)[0], daemon.wait_for_kind(Drain)[0]
+        pin, drain, forget = (daemon.wait_for_kind(kind)[0] for kind in (Pin, Drain, Forget))
     assert (pin.name, pin.input, pin.priority) == ("p", "messages", 7)
     assert drain.timeout_s == 12.0
+    assert (forget.input, forget.cache_salt, forget.tenant) == ("", b"night", None)
 
 
 @pytest.mark.parametrize("code", sorted(set(Code) - {Code.DUPLICATE, Code.STARTING, Code.DRAINING}))
