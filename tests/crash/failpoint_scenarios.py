@@ -45,7 +45,7 @@ class Ledger:
 class Scenario:
     """``damage`` is done to the prepared state; ``at`` is the passage at which the daemon dies; ``in_start`` says that it dies before READY (None: about then).
 
-    ``keeps_bytes`` is False where the prepared store is lost on the way. ``flags`` are the dying daemon's own.
+    ``keeps_bytes`` is False where the prepared store is lost on the way. ``flags`` are the dying daemon's own, ``stays`` those of it and of all after it.
     """
 
     damage: Callable[[Path], None] = lambda _: None
@@ -53,8 +53,21 @@ class Scenario:
     in_start: bool | None = False
     keeps_bytes: bool = True
     flags: tuple[str, ...] = ()
+    stays: tuple[str, ...] = ()
     forgets: bool = False
     """The work ends with a forget of what it has heated."""
+    is_sealed: bool = False
+    """From the dying daemon on the state directory, plain so far, has a key."""
+
+    def key_flags(self, root: Path) -> tuple[str, ...]:
+        """What says the key to a daemon on ``root``; makes it."""
+        if not self.is_sealed:
+            return ()
+        path = root / "key"
+        if not path.exists():
+            path.touch(0o600)
+            path.write_bytes(bytes(range(32)))
+        return ("--store-encryption-key-file", str(path))
 
 
 def _tear_log(state_dir: Path) -> None:
@@ -76,6 +89,12 @@ def _cut_recipes(state_dir: Path) -> None:
     newest.write_bytes(newest.read_bytes()[:-1])
 
 
+def _make_key(state_dir: Path) -> None:
+    key_file = state_dir.with_name("store.key")
+    key_file.write_bytes(bytes(range(32)))
+    key_file.chmod(0o600)
+
+
 WORK = Scenario()
 SCENARIOS = {
     "wal.": Scenario(at=4),  # the first ones come with the start
@@ -90,6 +109,8 @@ SCENARIOS = {
     "store.marker.": Scenario(in_start=True),
     "rehydrate.": Scenario(in_start=True),
     "forget.": Scenario(forgets=True),
+    "keys.": Scenario(in_start=None, keeps_bytes=False, is_sealed=True),
+    "keys.": Scenario(_make_key, in_start=True, keeps_bytes=False, stays=("--store-encryption-key-file", "store.key")),  # the start that encrypts
     "cold.": Scenario(in_start=True, flags=("--rehydrate-max-fraction", "0", "--cold-tier", "always")),  # the pins come back so
     "recipes.restore.": Scenario(_cut_recipes, in_start=True),
     "recipes.": Scenario(at=2),  # of the pin that takes another's place

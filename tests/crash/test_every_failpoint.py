@@ -121,8 +121,8 @@ def kill_and_check(prepared: Path, root: Path, name: str) -> None:
     scenario = scenario_of(name)
     scenario.damage(root / "state")
     ledger = Ledger({"rules": {RULES}})
-    die_at(root, name, scenario, ledger, *FLAGS)
-    check_recovered(root, ledger, FakeOracle(), *FLAGS, keeps_bytes=scenario.keeps_bytes)
+    die_at(root, name, scenario, ledger, *FLAGS, *scenario.stays)
+    check_recovered(root, ledger, FakeOracle(), *FLAGS, *scenario.stays, keeps_bytes=scenario.keeps_bytes)
 
 
 @pytest.fixture(scope="module")
