@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_smollm2_oracle import EARLY, NUM_TOKENS, ask, ask_together, assert_same, full_blocks, serve
+from test_smollm2_oracle import EARLY, ask, ask_together, assert_same, full_blocks, serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.socket, pytest.mark.store, pytest.mark.torch]
 
 BLOCK_BYTES = 30 * 2 * 16 * 3 * 64 * 4
+NUM_TOKENS = 6
 
 
 @pytest.mark.timeout(300)
