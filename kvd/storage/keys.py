@@ -27,7 +27,7 @@ from kvd.observe.failpoints import declare
 from kvd.storage.cipher import KEY_BYTES, NONCE_BYTES, Cipher, SealBrokenError
 from kvd.storage.errors import EncryptionKeyError, KeysUnreadableError, StoreBlockedError, UnknownFormatError
 from kvd.storage.two_copies import COPIES, CopyDamagedError, Found, TwoCopies
-from kvd.wal.durable import remove_any
+from kvd.wal.durable import remove_any, sync_directory
 
 declare(
     "keys.before_sync",
@@ -467,10 +467,11 @@ def _key_place(key_id: int) -> bytes:
 def _overwrite_and_remove(path: Path) -> None:
     """Unlink a file whose content must not come back, and overwrite it first, which helps where the file system writes in place.
 
-    Under another name, so that a crash between the two leaves no damaged file of the ring.
+    Under another name, durably, so that a crash or a power cut between the two leaves no damaged file of the ring.
     """
     gone = path.with_name(f".{path.name.lstrip('.')}.gone")
     path.rename(gone)
+    sync_directory(path.parent)
     with contextlib.suppress(OSError):
         fd = os.open(gone, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:

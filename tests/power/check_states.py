@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from recorded_life import PROMPTS, SETTINGS
+from recorded_life import PROMPTS, SETTINGS, config_of
 from replay import Disk, Interval, materialise, read_log
 from storage_harness import World, chain_of
 
@@ -64,10 +64,10 @@ class Promises:
                 lazy[mark["lazy"]] = mark["tokens"]
 
 
-def check(state_dir: Path, promised: Promises) -> list[str]:
+def check(state_dir: Path, promised: Promises, **config: object) -> list[str]:
     """What a start on ``state_dir`` breaks of what was promised, and of what a clean cut must not do; each begins with its kind and a colon."""
     wrong = []
-    world = World(state_dir, **SETTINGS)
+    world = World(state_dir, **(SETTINGS | config))
     try:
         recipes = world.storage.recipe_book.recipes()
         pins: dict[str, str | None] = {name: recipe.token_ids.hex() for name, recipe in recipes.items()}
@@ -93,10 +93,10 @@ def check(state_dir: Path, promised: Promises) -> list[str]:
             world.ask(token_ids)
     finally:
         world.stop(clean=False)
-    report = check_store(state_dir)
+    report = check_store(state_dir, key_file=str(config.get("store_encryption_key_file", "")))
     if not report["ok"]:
         wrong.append(f"check: after the start: {report['problems']}")
-    again = World(state_dir, **SETTINGS)
+    again = World(state_dir, **(SETTINGS | config))
     if damage := again.storage.status()["damage"]:
         wrong.append(f"damage at the start after: {damage}")
     again.stop(clean=False)
@@ -128,7 +128,7 @@ def main(log: Path, seed: int, share: int, num_shares: int, fraction: float, scr
         disk.mkdir()
         materialise(interval.tree(choices), disk)
         try:
-            wrong = check(disk / "state", now[1])
+            wrong = check(disk / "state", now[1], **config_of(log))
         except Exception as error:
             wrong = [repr(error)]
         if wrong:

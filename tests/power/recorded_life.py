@@ -1,7 +1,8 @@
-"""Lives of a storage room, to be run under ``record_io.c``: ``recorded_life.py fsync|interval DIR LOG``. Marks say what was asked for and what was promised."""
+"""Lives of a storage room, to be run under ``record_io.c``: ``recorded_life.py fsync|interval|sealed DIR LOG``. Marks say what was asked for and what was promised."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -61,7 +62,7 @@ class Life(World):
 
 
 def live(state_dir: Path, log: Path, **config) -> None:
-    """A first life that ends in a crash, a second one that ends well, a third that takes it up, and a last one that leaves prefixes to the log."""
+    """A first life that ends in a crash, a second one that ends well, a third that takes it up, one that leaves prefixes to the log, and one that finds that log torn."""
     life = Life(state_dir, log, **config)
     for number in range(4):
         for _ in range(2):
@@ -96,10 +97,36 @@ def live(state_dir: Path, log: Path, **config) -> None:
     life.settle()
     life.hear(*PROMPTS[23:])
     crash(life)
+    tear(state_dir)
+    life = Life(state_dir, log, **config)
+    life.pin("pin-9", prompt(19, 64))
+    life.stop()
+
+
+def tear(state_dir: Path) -> None:
+    """Leave a torn record behind the log's last one, so that the next start has something to cut."""
+    segment = max((state_dir / "wal").glob("*.wal"))
+    end = len(segment.read_bytes().rstrip(b"\0"))
+    with segment.open("r+b") as file:
+        file.seek(end + -end % 8 + 8)
+        file.write(b"torn off")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def config_of(log: Path) -> dict[str, object]:
+    """What a life and the starts after it have in common: the key, if there is one, lies beside the log."""
+    key_file = log.with_suffix(".key")
+    return {"store_encryption_key_file": str(key_file)} if key_file.exists() else {}
 
 
 def run(name: str, state_dir: Path, log: Path) -> None:
-    live(state_dir, log, durability=name, durability_interval_s=INTERVAL_S)
+    if name == "sealed":
+        key_file = log.with_suffix(".key")
+        key_file.touch(mode=0o600)
+        key_file.write_bytes(os.urandom(32))
+    durability = "interval" if name == "interval" else "fsync"
+    live(state_dir, log, durability=durability, durability_interval_s=INTERVAL_S, **config_of(log))
 
 
 if __name__ == "__main__":
