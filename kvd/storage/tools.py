@@ -91,6 +91,7 @@ def dump_store(state_dir: Path, *, key_file: str = "") -> Iterator[dict[str, Any
             "priority": recipe.priority,
             "tenant_salt": recipe.tenant_salt.hex(),
             "created_unix_s": recipe.created_unix_s,
+            "expires_unix_s": recipe.expires_unix_s,
             "generation": found.generation,
         }
     for segment, fault in read_segments(state_dir / WAL_NAME, None, _wal_seal(state_dir, codec)):

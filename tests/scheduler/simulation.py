@@ -10,7 +10,7 @@ from content_executor import ContentExecutor
 from stream_checker import FakeClock, StreamChecker, namespace_of
 
 from kvd.cache.events import BlockRemoved, BlockStored
-from kvd.cache.manager import CacheManager, PinCapacityError, PinNotReadyError, PinTooShortError, PrefixInfo
+from kvd.cache.manager import CacheManager, PinCapacityError, PinNotReadyError, PinTooShortError, PrefixInfo, eviction_policy
 from kvd.cache.tenants import Selection
 from kvd.config import SchedulerConfig
 from kvd.scheduler.scheduler import Scheduler
@@ -18,7 +18,19 @@ from kvd.types import pack_tokens
 
 
 class Simulation:
-    def __init__(self, *, num_blocks=14, block_size=2, max_in_flight=1, max_model_len=24, vocab=2, max_pinned_fraction=0.3, disk=False, **config):
+    def __init__(
+        self,
+        *,
+        num_blocks=14,
+        block_size=2,
+        max_in_flight=1,
+        max_model_len=24,
+        vocab=2,
+        max_pinned_fraction=0.3,
+        disk=False,
+        policy="cost",
+        **config,
+    ):
         config = {
             "max_running": 5,
             "max_waiting": 12,
@@ -30,7 +42,11 @@ class Simulation:
         }
         self.config = SchedulerConfig(**config)
         self.cache = CacheManager(
-            num_blocks=num_blocks, block_size_tokens=block_size, free_watermark=0.2, max_pinned_fraction=max_pinned_fraction
+            num_blocks=num_blocks,
+            block_size_tokens=block_size,
+            free_watermark=0.2,
+            max_pinned_fraction=max_pinned_fraction,
+            policy=eviction_policy(policy, num_blocks, block_size),
         )
         self.clock = FakeClock()
         self.executor = ContentExecutor(num_blocks, block_size, self.config.max_running, vocab)
@@ -105,6 +121,7 @@ class Simulation:
 
     def wait_s(self, seconds):
         self.clock.now_s += seconds
+        self.cache.expire_retention(self.clock.now_s, self.cache.num_blocks)
         self.checker.take(self.scheduler.expire())
         assert self.scheduler.num_stalled <= self.config.max_stalled
 

@@ -20,6 +20,8 @@ REQUESTS = {
     "min_tokens": st.integers(0, 2),
     "credit_tokens": st.sampled_from([0, 1, 3, 100, 100]),
     "tenant_salt": st.sampled_from([b"", b"", b"s"]),
+    "cache_priority": st.sampled_from([0, 50, 50, 100]),
+    "cache_ttl_s": st.sampled_from([0.0, 0.0, 5.0]),
 }
 
 
