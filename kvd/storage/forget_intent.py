@@ -57,6 +57,7 @@ class Mark(msgspec.Struct, frozen=True):
 
 def mark_of(selection: Selection, namespaces: Iterable[Namespace], block_bytes: int) -> Mark:
     """The mark of a selection; for a prefix in those of ``namespaces`` that may hold it."""
+    assert selection.salt is not None or not selection.token_ids, "a prefix is one salt's"
     own = [each for each in namespaces if selection.has_salt(each.tenant_salt)] if selection.token_ids else []
     return Mark(selection.tenant, selection.salt, tuple(chain_of(each, selection.token_ids, block_bytes) for each in own))
 

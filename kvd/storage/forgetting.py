@@ -210,9 +210,9 @@ class Forgetting:
 
     def _wait_for(self, done: queue.SimpleQueue[tuple[int, int, str]], running: Running) -> tuple[int, int, str]:
         deadline_s = time.monotonic() + _NODES_S
-        while time.monotonic() < deadline_s and running.planner.is_alive:
+        while time.monotonic() < deadline_s and running.planner.is_alive and not self._stopping.is_set():
             try:
-                return done.get(timeout=1.0)
+                return done.get(timeout=0.5)
             except queue.Empty:
                 continue
         raise ForgetError("the checkpoint without it did not come")
@@ -233,13 +233,15 @@ class Forgetting:
 
     def _rewrite(self, running: Running, marks: tuple[Mark, ...], salts: set[bytes]) -> None:
         keys = self._parts.keys
-        if keys is not None and not any(mark.chains for mark in marks):
+        whole = [mark for mark in marks if not mark.chains]
+        if keys is not None and whole:
             if not running.wal.flush(_LOG_S):  # what is written from here on is sealed with fresh keys
                 raise ForgetError(f"the log could not be written: {running.wal.fault}")
             for salt in {*keys.tenants(), *salts}:
-                if any(mark.has_salt(salt) for mark in marks):
+                if any(mark.has_salt(salt) for mark in whole):
                     keys.destroy(salt)
-            return
+            if len(whole) == len(marks):
+                return
         if error := running.store.rewrite():
             raise ForgetError(error)
 
@@ -256,5 +258,7 @@ class Forgetting:
             if path.exists():
                 shutil.rmtree(path)
                 sync_directory(path.parent)
+        if store.is_dir():
+            sync_directory(store)  # the generation that was rewritten is gone for good, too: a power cut would bring it back
 
 

@@ -257,26 +257,38 @@ class StoreThread:
         except Exception as error:
             self._degrade(error)
             return fault_sentence(error)
-        store = self._take_store()
+        store, generation = self._take_store(), self._generations.current.generation
         assert store is not None, "it is not degraded"
         try:
             fresh = self._generations.rewritten(store, self._commit_bytes, int(self._clock.unix()))
         except Exception as error:
+            if self._generations.current.generation == generation:  # it stands
+                with self._reading:
+                    self._store = store
+            else:
+                with contextlib.suppress(Exception):
+                    store.close()
             self._degrade(error)
             return fault_sentence(error)
-        is_empty = fresh is None
+        if fresh is None and (fault := self._begin_anew(store)):
+            return fault
+        if fresh is not None:
+            with self._reading:
+                self._store = fresh
+        return ""
+
+    def _begin_anew(self, store: Store) -> str:
+        """An empty generation in the place of ``store``, which nobody reads; empty, or why there is none yet."""
         try:
-            fresh = fresh or self._generations.replaced_by_empty(store, int(self._clock.unix()))
+            fresh = self._generations.replaced_by_empty(store, int(self._clock.unix()))
         except Exception as error:
-            self._is_lost = True
-            self._degrade(error)
+            self._degrade(StoreDamagedError(fault_sentence(error)))  # lost, whatever it was
             return fault_sentence(error)
         with self._reading:
             self._store = fresh
-        if is_empty:
-            self._applied_lsn = fresh.meta.applied_lsn
-            self._on_result(Degraded("there was no room to copy what stays beside what is forgotten; it is written anew", True, []))
-            self._on_result(Resumed())
+        self._applied_lsn = fresh.meta.applied_lsn
+        self._on_result(Degraded("there was no room to copy what stays beside what is forgotten; it is written anew", True, []))
+        self._on_result(Resumed())
         return ""
 
     def _take_store(self) -> Store | None:

@@ -18,8 +18,10 @@ from kvd.cache.hashing import Namespace
 from kvd.cache.tenants import Selection, tenant_salt
 from kvd.commands import ForgetDone, Recipe
 from kvd.observe import failpoints
-from kvd.storage.errors import UnknownFormatError
+from kvd.storage import store_thread as store_module
+from kvd.storage.errors import StoreDamagedError, StoreFullError, UnknownFormatError
 from kvd.storage.forget_intent import INTENT_NAME, Mark, write_intent
+from kvd.storage.store import Store
 from kvd.storage.tools import check_store
 
 pytestmark = pytest.mark.store
@@ -186,6 +188,57 @@ def test_a_disk_that_fails_is_told_and_the_next_forget_does_both(tmp_path, monke
     assert found_in(tmp_path, OWN | needles(ACME_SALTED, SALTED)) == set()
     assert not (tmp_path / INTENT_NAME).exists()
     world.stop()
+
+
+def test_equal_prompts_of_different_salts_share_nothing_on_any_level(tmp_path):
+    world = World(tmp_path)
+    tables = []
+    for namespace in (ACME, ACME_SALTED, OTHERS):
+        assert world.ask(SECRET, namespace) == 0
+        assert world.ask(SECRET, namespace) == 96
+        table = world.cache.allocate(world.cache.match(SECRET, namespace), len(SECRET) // 4)
+        tables.append(set(table.block_ids[:6]))
+        world.cache.release(table)
+    assert len(set.union(*tables)) == 18
+    assert not world.checkpoint().error
+    store = world.storage._running.recovered.store
+    assert store.num_rows(b"blocks") == 18
+    assert store.num_rows(b"nodes") == 18
+    assert store.num_rows(b"namespaces") == 3
+    crash(world)
+    again = World(tmp_path)
+    assert again.report.num_blocks == 18
+    for namespace in (ACME, ACME_SALTED, OTHERS):
+        assert again.ask(SECRET, namespace) == 96
+        assert again.num_restored == 96
+    assert again.ask(SECRET, Namespace(FINGERPRINT, tenant_salt("rival", b""))) == 0
+    again.stop()
+
+
+@pytest.mark.parametrize("kind", ["full", "broken"])
+def test_a_copy_that_fails_leaves_the_store_or_begins_anew(tmp_path, monkeypatch, kind):
+    world = World(tmp_path)
+    live(world)
+    monkeypatch.setattr(store_module, "_RETRY_MIN_S", 0.01)
+    error = StoreFullError("no room") if kind == "full" else StoreDamagedError("EIO")
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(Store, "copy_rows", fail)
+    done = forget(world, WHOLE)
+    assert (done.error == "") == (kind == "full"), "a full disk begins anew, a broken one is told"
+    monkeypatch.undo()
+    world.until(lambda: not world.storage._running.planner.degraded_reason, timeout_s=30)
+    if kind == "broken":
+        assert forget(world, WHOLE, b"again").error == ""
+    assert found_in(tmp_path, OWN | OWN_ROWS) == set()
+    world.until(lambda: world.storage.status()["blocks"] >= 6)
+    world.stop()
+    again = World(tmp_path)
+    assert again.ask(KEPT, OTHERS) == 96
+    assert again.num_restored == 96
+    again.stop()
 
 
 def victim(state_dir: Path, spec: str, key_file: str = "") -> tuple[int, list[str]]:
