@@ -14,8 +14,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from storage_harness import World, crash, prompt
+from storage_harness import World, chain_of, crash, prompt, row_of
 
+from kvd.cache.tenants import Selection
 from kvd.storage import start_guard
 from kvd.storage.tools import block_extents, check_store
 
@@ -79,6 +80,26 @@ class StorageMachine(RuleBasedStateMachine):
             self.world.cache.unpin(name)
         self.world.tick()
         del self.pins[name]
+
+    @rule(token_ids=prompts, num_blocks=st.integers(1, 6))
+    def forget(self, token_ids: bytes, num_blocks: int) -> None:
+        """What begins so is in no file; what has a block of its own besides, or is pinned, stays."""
+        prefix = token_ids[: min(num_blocks * 64, len(token_ids) // 64 * 64)]
+        selection = Selection("", b"", prefix)
+        self.world.tick()
+        self.world.cache.forget(selection)
+        self.world.tick()
+        op_id = b"forget%d" % self.world.step
+        self.world.storage.forget(op_id, selection, {})
+        assert self.world.until(lambda: self.world.inbox.find(op_id), timeout_s=30).error == ""
+        self.pins = {name: each for name, each in self.pins.items() if not each.startswith(prefix)}
+        for promised in (self.durable, self.asked):
+            for each in [each for each in promised if each.startswith(prefix) or prefix.startswith(each[: len(each) // 64 * 64])]:
+                del promised[each]
+        for each in self.pins.values():  # its blocks stay where they were asked for, be it above what went
+            self.durable[each] = (len(each) // 4 - 1) // 16 * 16
+        row = row_of(chain_of(prefix, self.world.namespace)[-1], 100)
+        assert not [path for path in self.directory.rglob("*") if path.is_file() and row in path.read_bytes()]
 
     @rule()
     def checkpoint(self) -> None:
