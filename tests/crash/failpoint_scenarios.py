@@ -56,18 +56,6 @@ class Scenario:
     stays: tuple[str, ...] = ()
     forgets: bool = False
     """The work ends with a forget of what it has heated."""
-    is_sealed: bool = False
-    """From the dying daemon on the state directory, plain so far, has a key."""
-
-    def key_flags(self, root: Path) -> tuple[str, ...]:
-        """What says the key to a daemon on ``root``; makes it."""
-        if not self.is_sealed:
-            return ()
-        path = root / "key"
-        if not path.exists():
-            path.touch(0o600)
-            path.write_bytes(bytes(range(32)))
-        return ("--store-encryption-key-file", str(path))
 
 
 def _tear_log(state_dir: Path) -> None:
@@ -109,8 +97,9 @@ SCENARIOS = {
     "store.marker.": Scenario(in_start=True),
     "rehydrate.": Scenario(in_start=True),
     "forget.": Scenario(forgets=True),
-    "keys.": Scenario(in_start=None, keeps_bytes=False, is_sealed=True),
-    "keys.": Scenario(_make_key, in_start=True, keeps_bytes=False, stays=("--store-encryption-key-file", "store.key")),  # the start that encrypts
+    "keys.": Scenario(
+        _make_key, in_start=True, keeps_bytes=False, stays=("--store-encryption-key-file", "store.key")
+    ),  # the start that encrypts
     "cold.": Scenario(in_start=True, flags=("--rehydrate-max-fraction", "0", "--cold-tier", "always")),  # the pins come back so
     "recipes.restore.": Scenario(_cut_recipes, in_start=True),
     "recipes.": Scenario(at=2),  # of the pin that takes another's place

@@ -29,7 +29,7 @@ from typing import Any
 from daemon_process import DaemonDiedError, DaemonProcess
 from fake_oracle import expected_tokens
 from kvd_client import Client, errors
-from soak_plan import BLOCK, NUM_CLIENTS, PIN_TEXTS, PINS_PER_CLIENT, Life, Op, plan_client, plan_life
+from soak_plan import BLOCK, NUM_CLIENTS, PIN_TEXTS, PINS_PER_CLIENT, Life, Op, is_encrypted, plan_client, plan_life
 
 import kvd.daemon  # noqa: F401 (declares the failpoints)
 from kvd.observe import failpoints
@@ -77,6 +77,12 @@ class Soak:
         self.stopping = threading.Event()
         self.running = threading.Event()
         self.workers: list[Worker] = []
+        self.key_flags: tuple[str, ...] = ()
+        if is_encrypted(seed):
+            key_file = root / "store.key"
+            key_file.touch(0o600)
+            key_file.write_bytes(seed.to_bytes(32, "little"))
+            self.key_flags = ("--store-encryption-key-file", str(key_file))
         self.process: DaemonProcess | None = None
 
     def count(self, name: str, num: int = 1) -> None:
@@ -120,7 +126,9 @@ class Soak:
 
     def _start(self, life: Life) -> DaemonProcess:
         self.count("starts")
-        self.process = DaemonProcess(self.root, *life.flags, env={"KVD_FAILPOINTS": life.failpoints} if life.failpoints else {})
+        self.process = DaemonProcess(
+            self.root, *life.flags, *self.key_flags, env={"KVD_FAILPOINTS": life.failpoints} if life.failpoints else {}
+        )
         return self.process
 
     def _live(self, life: Life) -> None:
@@ -200,7 +208,7 @@ class Soak:
                     raise BreachError(f"blocks leaked: {blocks}")
             if (code := process.terminate()) != 0:
                 raise BreachError(f"a daemon that was asked to end ended with {code}; {process.log_path}")
-        command = [sys.executable, "-m", "kvd", "store", "check", "--json", "--state-dir", str(self.root / "state")]
+        command = [sys.executable, "-m", "kvd", "store", "check", "--json", "--state-dir", str(self.root / "state"), *self.key_flags]
         check = subprocess.run(command, capture_output=True, text=True, check=False)
         self.count("store_checks")
         if check.returncode != 0:
@@ -409,6 +417,23 @@ class Worker(threading.Thread):
             self.client.checkpoint()
         except errors.StorageError:
             self.soak.count("refused_checkpoints")
+
+    def _forget(self, op: Op) -> None:
+        """A text of this client alone: nothing of it is there afterwards, and everything else stays."""
+        text = f"A secret of client {self.index} that is told once. {op.text}" * 3
+        asked = Op("ask", text=text, max_tokens=4)
+        for is_forgotten in (False, True):
+            answer = self.client.generate(text, max_tokens=4, temperature=0.0, ignore_eos=True, cache_salt=op.salt)
+            self.soak.check_answer(list(answer.token_ids), asked, 0, answer.finish_reason, answer.usage)
+            if answer.usage.cached_tokens and is_forgotten:
+                raise BreachError(f"{answer.usage.cached_tokens} tokens of what was forgotten were there: {op}")
+            if not is_forgotten:
+                try:
+                    self.client.forget(text, cache_salt=op.salt)
+                except errors.StorageError:
+                    self.soak.count("refused_forgets")
+                    return
+                self.soak.count("forgets")
 
     def _report(self, _op: Op) -> None:
         self.client.stats()

@@ -64,6 +64,11 @@ class Op:
 _ENDS = {"kill": 34, "start": 14, "double": 8, "failpoint": 20, "fault": 6, "terminate": 8, "drain": 4, "impatient": 6}
 
 
+def is_encrypted(seed: int) -> bool:
+    """Whether all lives of a seed have an encryption key."""
+    return random.Random(f"{seed}/key").random() < 0.5
+
+
 def plan_life(seed: int, number: int, failpoints: Sequence[str]) -> Life:
     """The ``number``-th life. ``failpoints`` are all names that the daemon knows."""
     rng = random.Random(f"{seed}/life/{number}")
@@ -115,7 +120,7 @@ def plan_client(seed: int, client: int) -> Iterator[Op]:
     number = 0
     while True:
         number += 1
-        kind = rng.choices(("ask", "pin", "unpin", "ask_pin", "checkpoint", "report"), (55, 12, 4, 17, 4, 4))[0]
+        kind = rng.choices(("ask", "pin", "unpin", "ask_pin", "checkpoint", "report", "forget"), (55, 12, 4, 17, 4, 4, 3))[0]
         pause_s = rng.choice((0.0, 0.0, 0.0, 0.02, 0.1))
         slot, content = rng.randrange(PINS_PER_CLIENT), rng.randrange(len(PIN_TEXTS))
         if kind == "ask":
