@@ -242,6 +242,7 @@ def cell(policy: str, hits_percent: int, root: Path, options: argparse.Namespace
     }
     try:
         num_requests = _calibrate(sides, workload, options)
+        sides[policy].settle()  # what warming up computed is not this measurement's
         before = sides[policy].counters()
         for pair in range(options.pairs):
             work = workload.work(num_requests)
