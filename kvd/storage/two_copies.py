@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 from kvd.observe.failpoints import failpoint
 from kvd.storage.errors import EncryptionKeyError, UnknownFormatError
-from kvd.wal.durable import make_directory, read_regular, remove_any, replace_file, sync_directory
+from kvd.wal.durable import make_directory, read_regular, remove_any, replace_file, sync_directory, write_private
 from kvd.wal.quarantine import QUARANTINE_NAME, set_aside
 
 COPIES = 2
@@ -134,10 +134,10 @@ class TwoCopies:
         Raises:
             OSError: the one before stands.
         """
-        make_directory(self.directory)
+        self.directory.mkdir(mode=0o700, exist_ok=True)
         temporary = self._unsynced.with_name(f".{self._unsynced.name}.tmp")
-        temporary.write_bytes(data)
-        temporary.chmod(0o600)
+        remove_any(temporary)
+        write_private(temporary, data)
         temporary.replace(self._unsynced)
 
     def read_unsynced(self, found: Found[T], decode: Callable[[bytes], tuple[int, T]]) -> Found[T]:
@@ -148,12 +148,13 @@ class TwoCopies:
         """
         if not os.path.lexists(self._unsynced):
             return found
+        is_to_go = replace(found, num_files=found.num_files + 1)  # not settled
         try:
             generation, value = decode(read_regular(self._unsynced))
         except (CopyDamagedError, OSError):
-            generation, value = 0, found.value
+            return is_to_go
         if generation <= found.highest:
-            return replace(found, num_files=found.num_files + 1)  # not settled: it is to go
+            return is_to_go
         return replace(found, value=value, generation=generation, highest=generation, num_files=found.num_files + 1, num_copies=1)
 
     def write(self, first: int, encode: Callable[[int], bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import struct
 import time
 
@@ -59,6 +60,16 @@ def test_a_change_is_read_without_a_sync_and_the_state_before_stands(tmp_path):
     assert set(read_recipes(tmp_path).value) == {"b"}
     assert book.close(10)
     assert set(read_recipes(tmp_path).value) == {"b"}
+
+
+def test_a_change_waits_for_no_sync(tmp_path, monkeypatch):
+    book = Book(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("synced"))
+    assert book.change("a") == ""
+    assert book.change("a", remove=True) == ""
+    monkeypatch.undo()
+    assert book.close(10)
+    assert read_recipes(tmp_path).value == {}
 
 
 def test_changes_are_synced_in_time(tmp_path):
