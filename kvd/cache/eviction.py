@@ -6,6 +6,7 @@ import heapq
 from collections import OrderedDict
 from typing import Protocol
 
+from kvd.cache.events import BlockOrigin
 from kvd.cache.prefix_tree import Node
 from kvd.types import BlockHash
 
@@ -22,6 +23,7 @@ class Evictable(Protocol):
     """What a policy may look at, and the two numbers that it may set: ``uses`` when the block enters, ``floor`` when it is used."""
 
     block_hash: BlockHash
+    origin: BlockOrigin
     depth: int
     uses: int
     last_used: int
@@ -110,7 +112,11 @@ class CostPolicy:
         return float(node.floor + chance**_REUSE_EXPONENT * cost**_COST_EXPONENT)
 
     def on_insert(self, node: Evictable) -> None:
-        node.uses += self._remembered.pop(node.block_hash, 0)
+        remembered = self._remembered.pop(node.block_hash, 0)
+        if node.origin is BlockOrigin.RESTORED:
+            node.uses = max(node.uses, remembered)  # the disk has counted the same uses
+        else:
+            node.uses += remembered
         self.on_touch(node)
 
     def on_reuse(self, node: Evictable) -> None:

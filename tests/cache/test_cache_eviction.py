@@ -177,6 +177,15 @@ class TestCost:
         (node,) = cache.match(pack_tokens([*A, 1]), NAMESPACE).nodes
         assert node.uses == 4
 
+    def test_uses_that_the_disk_has_counted_are_not_counted_twice(self):
+        cache = make(4, CostPolicy(4, SIZE))
+        for _ in range(3):
+            use(cache, *A)
+        evict(cache, 4)
+        (target,) = cache.begin_load(NAMESPACE, [(pack_tokens(A), 2)])
+        assert target.node.uses == 3
+        cache.complete_fill([target.node])
+
     def test_memory_of_blocks_that_left_is_bounded(self):
         policy = CostPolicy(4, SIZE)
         cache = make(4, policy)
