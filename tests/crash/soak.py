@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -187,7 +187,7 @@ class Soak:
 
     def _quiet_life(self) -> None:
         """A start without haste: the clients pause, and everything is looked at."""
-        life = plan_life(self.seed, -1, ("wal.before_write",))
+        life = replace(plan_life(self.seed, -1, ("none",)), end="terminate", failpoints="")
         with self._start(life) as process:
             if not self._await_ready(process, life):
                 raise BreachError("a start without a fault died")
@@ -420,7 +420,7 @@ class Worker(threading.Thread):
 
     def _forget(self, op: Op) -> None:
         """A text of this client alone: nothing of it is there afterwards, and everything else stays."""
-        text = f"A secret of client {self.index} that is told once. {op.text}" * 3
+        text = f"{op.text} is what somebody said in confidence, and will not say again. " * 3  # its first block is nobody else's either
         asked = Op("ask", text=text, max_tokens=4)
         for is_forgotten in (False, True):
             answer = self.client.generate(text, max_tokens=4, temperature=0.0, ignore_eos=True, cache_salt=op.salt)
