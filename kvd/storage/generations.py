@@ -277,14 +277,25 @@ class Generations:
             os.close(data)
         sync_directory(temporary)
         failpoint("store.create.before_rename")
-        temporary.rename(self._root / str(generation))
-        failpoint("store.create.after_rename")
-        sync_directory(self._root)
-        self._point_to(generation)
+        adopted = self._root / str(generation)
+        temporary.rename(adopted)
+        try:
+            failpoint("store.create.after_rename")
+            sync_directory(self._root)
+            self._point_to(generation)
+        except OSError:
+            with contextlib.suppress(StoreDamagedError, OSError):
+                found = read_current(self._state_dir, self.codec)
+                if found is None or found.generation != generation:  # the one before goes on: this would be a second full one beside it
+                    shutil.rmtree(adopted, ignore_errors=True)
+                else:
+                    self.current = found
+            raise
 
     def _point_to(self, generation: int) -> None:
-        self.current = replace(self.current, generation=generation)
-        replace_file(self._root / CURRENT_NAME, encode_current(self.current, self.codec), points=_POINTS)
+        current = replace(self.current, generation=generation)
+        replace_file(self._root / CURRENT_NAME, encode_current(current, self.codec), points=_POINTS)
+        self.current = current
         self._is_new = False
 
     def _highest(self) -> int:

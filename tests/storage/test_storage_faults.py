@@ -229,6 +229,30 @@ def test_a_generation_that_can_not_be_moved_is_not_left_beside_the_next_one(tmp_
     world.stop()
 
 
+def test_a_generation_that_can_not_be_named_leaves_the_one_before(tmp_path, monkeypatch):
+    world = World(tmp_path)
+    ask_hot(world, 0)
+    assert not world.checkpoint().error
+    world.stop()
+    found = generations.Generations(tmp_path, map_bytes=1 << 24, max_aside_bytes=1 << 20)
+    old = found.open(0)
+
+    def refuses(*_, **__) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generations, "replace_file", refuses)
+        with pytest.raises(OSError, match="No space left"):
+            found.rebuilt(old, lambda _: None, 0)
+    assert found.current.generation == 1
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["1", "CURRENT"]
+    assert len(list(old.block_keys())) == 5
+    new = found.rebuilt(old, lambda _: None, 0)
+    assert (found.current.generation, new.meta.generation) == (2, 2)
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["2", "CURRENT"]
+    new.close()
+
+
 def test_the_data_file_is_mapped_for_reading_alone(tmp_path):
     """A write through the map of a full disk would be SIGBUS, not an error."""
     world = World(tmp_path)
