@@ -252,6 +252,7 @@ def test_an_unforeseen_error_of_the_planner_degrades_and_answers_everybody(tmp_p
     world = World(tmp_path)
     world.pin("before", prompt(9, 64))
     monkeypatch.setattr(Planner, method, fails)
+    world.storage._running.planner._handle_own()  # the table of what takes which message was made before
     world.ask(prompt(0, 81))
     for _ in range(2):
         assert "nobody foresaw this" in world.checkpoint().error
