@@ -447,7 +447,8 @@ class WalWriter:
 
     def _is_sealed_and_applied(self) -> bool:
         """Whether the segment being written holds nothing but what is durable elsewhere and was sealed off."""
-        return self._active is not None and self._active.last_lsn <= min(self._retire_lsn, self._seal_lsn)
+        active = self._active
+        return active is not None and active.first_lsn <= active.last_lsn <= min(self._retire_lsn, self._seal_lsn)
 
     def _unlink(self, number: int) -> None:
         failpoint("wal.before_unlink")
