@@ -91,8 +91,8 @@ def dump_store(state_dir: Path, *, key_file: str = "") -> Iterator[dict[str, Any
             "priority": recipe.priority,
             "tenant_salt": recipe.tenant_salt.hex(),
             "created_unix_s": recipe.created_unix_s,
-            "expires_unix_s": recipe.expires_unix_s,
             "generation": found.generation,
+            **({"expires_unix_s": recipe.expires_unix_s} if recipe.expires_unix_s else {}),
         }
     for segment, fault in read_segments(state_dir / WAL_NAME, None, _wal_seal(state_dir, codec)):
         yield {"kind": "wal_segment", "number": segment.number, "bytes": segment.size_bytes, "end": segment.end.value, "fault": fault}

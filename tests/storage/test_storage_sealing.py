@@ -244,7 +244,7 @@ def test_recipes_are_sealed_each_under_its_tenant(codec):
 
 def test_a_life_under_a_key_comes_back_warm(tmp_path, key_file):
     state = tmp_path / "state"
-    world = World(state, store_encryption_key_file=key_file)
+    world = World(state, checkpoint_interval_s=1000.0, store_encryption_key_file=key_file)
     assert world.pin("system", prompt(9, 48)) == "recipe+bytes"
     for namespace in (None, SALTED):
         for _ in range(2):
