@@ -225,7 +225,9 @@ def test_records_are_sealed_under_the_tenant_whose_tokens_they_hold(codec):
 
 
 def recipe(name: str, salt: bytes = b"") -> Recipe:
-    return Recipe(name=name, token_ids=TOKENS, tokenizer_digest=b"d" * 32, messages=[{"role": "system", "content": name * 3}], tenant_salt=salt)
+    return Recipe(
+        name=name, token_ids=TOKENS, tokenizer_digest=b"d" * 32, messages=[{"role": "system", "content": name * 3}], tenant_salt=salt
+    )
 
 
 def test_recipes_are_sealed_each_under_its_tenant(codec):
@@ -298,7 +300,9 @@ def test_without_the_keys_folder_encrypted_pins_are_not_overwritten(tmp_path, ke
 
 
 def snapshot(state: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in state.rglob("*") if path.is_file() and path.name not in {"lock", "starting", "lock.mdb"}}
+    return {
+        str(path): path.read_bytes() for path in state.rglob("*") if path.is_file() and path.name not in {"lock", "starting", "lock.mdb"}
+    }
 
 
 def plain_state(state: Path) -> None:
@@ -543,7 +547,8 @@ def test_the_commands_make_use_and_change_a_key(tmp_path, capsys, monkeypatch):
     assert app.main([*export, "--store-encryption-key-file", str(new)]) == Exit.OK
     elsewhere = tmp_path / "elsewhere"
     assert (
-        app.main(["store", "import", str(tmp_path / "pins"), "--state-dir", str(elsewhere), "--store-encryption-key-file", str(old)]) == Exit.OK
+        app.main(["store", "import", str(tmp_path / "pins"), "--state-dir", str(elsewhere), "--store-encryption-key-file", str(old)])
+        == Exit.OK
     )
     assert prompt(9, 48)[4:24] in (tmp_path / "pins").read_bytes()
     assert found(elsewhere, {"tokens": prompt(9, 48)[4:24], "name": b"system"}) == set()
