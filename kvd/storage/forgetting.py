@@ -260,7 +260,5 @@ class Forgetting:
                 sync_directory(path.parent)
         if store.is_dir():
             sync_directory(store)  # the generation that was rewritten is gone for good, too: a power cut would bring it back
-        if store.is_dir():
-            sync_directory(store)  # the generation that was rewritten is gone for good, too: a power cut would bring it back
 
 
