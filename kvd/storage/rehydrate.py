@@ -27,6 +27,9 @@ BEHIND_BAD_BLOCK = "behind_bad_block"
 _BATCH_BYTES = 2 << 20
 """Read, checked and copied together: little enough that what was read is still in a cache when it is copied, and that few fresh pages are touched."""
 
+_MAX_COPIES = 2
+"""Batches that are being copied while the next one is read: reader and executor need not wait for each other at each of them."""
+
 declare("rehydrate.before_read", "rehydrate.before_copy_in", "rehydrate.before_complete")
 
 Progress = Callable[[int, int], None]
@@ -213,7 +216,7 @@ class Rehydration:
         ids = [load.target.block_id for load in good]
         tickets = [self._block_io.copy_in(group.name, ids, buffer.rows(group.name, len(ids))) for group in self._groups]
         self._copies.append(_Copy(good, buffer, tickets))
-        if len(self._copies) > 1:
+        while self._copies and (len(self._copies) > _MAX_COPIES or all(ticket.done() for ticket in self._copies[0].tickets)):
             self._finish()
 
     def _read(self, reader: BlockReader, load: _Load, buffer: StagingBuffer, row: int) -> bool:
