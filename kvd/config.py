@@ -140,7 +140,7 @@ class StorageConfig:
     durability_interval_s: float = key(1.0, "Durability `interval`: what a power cut may lose, at most")
     wal_sync_interval_ms: float = key(5.0, "Records of this many milliseconds share one fsync")
     wal_segment_bytes: int = key(4 << 20, "Size of a preallocated WAL segment")
-    wal_max_bytes: int = key(64 << 20, "WAL size that forces a nodes-only checkpoint")
+    wal_max_bytes: int = key(64 << 20, "WAL size that forces a nodes-only checkpoint; never more than an eighth of `store_max_bytes`")
     rehydrate_timeout_s: float = key(60.0, "READY comes after so long at the latest, with `pins_pending`")
     rehydrate_max_fraction: float = key(0.8, "Fraction of the pool that rehydration fills")
     cold_tier: str = key(

@@ -233,9 +233,11 @@ class Operations:
                 self._require_engine()
                 self._send_command(operation, lambda op_id: Query(op_id, "prefixes", operation.client.caller.tenant))
             case Checkpoint():
+                _require_no_tenant(operation.client, "checkpoint")
                 self._require_engine()
                 self._send_command(operation, CheckpointNow)
             case Drain():
+                _require_no_tenant(operation.client, "drain")
                 timeout_s = self._edge.drain_timeout_s if message.timeout_s is None else message.timeout_s
                 if not 0 <= timeout_s <= MAX_DRAIN_TIMEOUT_S:
                     raise bad_request(f"timeout_s is {timeout_s}; it must be from 0 to {MAX_DRAIN_TIMEOUT_S}")
@@ -266,3 +268,13 @@ class Operations:
     def _refuse(self, operation: _Operation, error: RequestError) -> None:
         operation.client.op_ids.discard(operation.message.op_id)
         self._edge.send_failed(operation.client.peer, error, op_id=operation.message.op_id)
+
+
+def _require_no_tenant(client: Client, what: str) -> None:
+    """What concerns everybody is not one tenant's to do.
+
+    Raises:
+        RequestError: the client is a tenant's, and no operator.
+    """
+    if client.caller.tenant and not client.caller.is_operator:
+        raise bad_request(f"{what} concerns every tenant: it is for operators and for clients without a tenant")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from edge_harness import Harness, only_failed, request_id
 from kvd_client.protocol.codec import encode, pack_body, unpack_body
-from kvd_client.protocol.messages import Abort, Credit, Failed, Finished, Forget, Generate, Pin, Prefixes, Tokens, Unpin
+from kvd_client.protocol.messages import Abort, Checkpoint, Credit, Drain, Failed, Finished, Forget, Generate, Pin, Prefixes, Tokens, Unpin
 
 from kvd.cache.tenants import tenant_salt
 from kvd.commands import Abort as AbortCommand
@@ -194,3 +194,14 @@ def test_a_forget_that_can_not_be_meant_is_refused(fields, body, code):
     send(harness, Forget(op_id=request_id(1), **fields), *([] if body is None else [body]), caller=ACME, peer=b"one")
     assert only_failed([harness.received[-1][1]]).code == code
     assert not harness.commands
+
+
+@pytest.mark.parametrize("operation", [Drain, Checkpoint])
+def test_what_concerns_everybody_is_not_one_tenants_to_do(operation):
+    harness = Harness()
+    send(harness, operation(op_id=request_id(1)), caller=ACME, peer=b"one")
+    assert only_failed([harness.received[-1][1]]).code == "bad_request"
+    assert not harness.commands
+    for number, caller in enumerate([Caller(), Caller("uid:0", is_operator=True)], 2):
+        send(harness, operation(op_id=request_id(number)), caller=caller, peer=b"%d" % number)
+    assert len(harness.commands) == 2
