@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,7 @@ def scratch(tmp_path: Path) -> Path:
     """A folder for what is written often and read once; in memory where there is such a place."""
     if not os.access(SHARED_MEMORY, os.W_OK):
         return tmp_path
-    return Path(
-        subprocess.run(["mktemp", "-d", str(SHARED_MEMORY / "kvd-power.XXXXXX")], check=True, capture_output=True, text=True).stdout.strip()
-    )
+    return Path(tempfile.mkdtemp(prefix="kvd-power.", dir=SHARED_MEMORY))
 
 
 def compile_recorder(folder: Path) -> Path:
