@@ -253,6 +253,8 @@ class KeyRing:
         self._held: frozenset[bytes] = frozenset()
         self._tick = 0
         self._has_reserved = False
+        self._may_differ = False
+        """A write that failed may have left files without a key that is in the ring: they are written anew before anything is sealed."""
         self.notes: tuple[str, ...] = ()
         self.fault = ""
         if create:
@@ -322,6 +324,8 @@ class KeyRing:
             StoreBlockedError: the key, or its reservation, can't be made durable; it may be tried again.
         """
         with self._lock:
+            if self._may_differ:
+                self._durably(self._by_id.values(), self._next_id)
             key = self._by_tenant.get(tenant)
             if key is None or key.used + num_values > MAX_SEALED_PER_KEY:
                 key = self._make(tenant)
@@ -342,7 +346,8 @@ class KeyRing:
 
     def _make(self, tenant: bytes | None) -> DataKey:
         key = self._fresh(self._next_id, tenant)
-        kept = [other for other in self._by_id.values() if other.tenant not in self._superfluous()]
+        superfluous = self._superfluous()
+        kept = [other for other in self._by_id.values() if other.tenant not in superfluous]
         self._durably([*kept, key], self._next_id + 1)
         self._replace(kept)
         self._take(key)
@@ -453,11 +458,13 @@ class KeyRing:
         content = _Content(self._master.check, self._index_wrapped, next_id, stored)
         first = self._generation + 1
         self._generation += COPIES  # an attempt that failed may stand on disk all the same: its numbers are used up
+        self._may_differ = True
         self._files.write(first, lambda number: encode_keys(number, content))
         self._next_id = next_id
         self.fault = ""
         with contextlib.nullcontext() if must_unlink else contextlib.suppress(OSError):
             self._files.remove_before(first)
+        self._may_differ = False
 
 
 def _key_place(key_id: int) -> bytes:

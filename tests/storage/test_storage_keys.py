@@ -227,6 +227,8 @@ def test_a_key_that_could_not_be_destroyed_is_said_to_be_there_still(tmp_path, m
     with pytest.raises(OSError, match=r"keys\."):
         made.destroy(b"goes")
     assert made.by_id(gone.key_id) is gone
+    assert made.for_tenant(b"goes") is gone
+    assert ring(tmp_path, readonly=True).by_id(gone.key_id) is not None, "it seals again: it is durable again"
     assert made.destroy(b"goes")
     assert not any(gone.wrapped in data for data in contents(tmp_path).values())
     assert ring(tmp_path).by_id(gone.key_id) is None
