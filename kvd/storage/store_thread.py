@@ -29,7 +29,7 @@ from kvd.storage.schema import NodeRow
 from kvd.storage.staging import StagingBuffer, StagingPool
 from kvd.storage.store import Store, StoreTransaction, failpoint_translated
 from kvd.types import BlockHash, KvGroup
-from kvd.wal.disk_faults import fault_sentence
+from kvd.wal.disk_faults import fault_sentence, is_passing
 
 declare("checkpoint.before_nodes", "checkpoint.before_blocks", "checkpoint.between_blocks")
 
@@ -268,7 +268,8 @@ class StoreThread:
             else:
                 with contextlib.suppress(Exception):
                     store.close()
-            self._degrade(error)
+            refused = isinstance(error, OSError) and is_passing(error)  # of a folder or of CURRENT: nothing is wrong with what was committed
+            self._degrade(StoreBlockedError(fault_sentence(error)) if refused else error)
             return fault_sentence(error)
         if fresh is None and (fault := self._begin_anew(store)):
             return fault

@@ -5,6 +5,7 @@ Run as a script with a directory, it is what the kill tests kill.
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -239,6 +240,28 @@ def test_a_copy_that_fails_leaves_the_store_or_begins_anew(tmp_path, monkeypatch
     assert again.ask(KEPT, OTHERS) == 96
     assert again.num_restored == 96
     again.stop()
+
+
+def test_a_disk_that_is_too_full_for_a_folder_costs_the_forget_not_the_store(tmp_path, monkeypatch):
+    world = World(tmp_path)
+    live(world)
+    monkeypatch.setattr(store_module, "_RETRY_MIN_S", 0.01)
+    generations = world.storage._running.recovered.generations
+    before = generations.current.generation
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(generations, "_created", fail)
+    assert forget(world, WHOLE).error.startswith("enospc")
+    monkeypatch.undo()
+    assert [entry["generation_lost"] for entry in world.log.named("storage.degraded")] == [False]
+    world.until(lambda: not world.storage._running.planner.degraded_reason, timeout_s=30)
+    assert generations.current.generation == before
+    assert world.storage.status()["blocks"] >= 6
+    assert forget(world, WHOLE, b"again").error == ""
+    assert found_in(tmp_path, OWN | OWN_ROWS) == set()
+    world.stop()
 
 
 def victim(state_dir: Path, spec: str, key_file: str = "") -> tuple[int, list[str]]:
