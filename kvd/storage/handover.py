@@ -63,7 +63,7 @@ class Handover:
         """Everything up to set ``number`` is durable."""
         while self._outstanding and self._outstanding[0].number <= number:
             self._outstanding.popleft()
-        self.uncommitted = False
+        self.uncommitted = bool(self._outstanding)
 
     def redo(self) -> None:
         """What was handed over and is not durable is new again."""
