@@ -55,11 +55,17 @@ def export_pins(
 
 @contextmanager
 def opened_store(state_dir: Path, codec: Codec) -> Iterator[Store | None]:
+    """The current generation, read-only, also beside a live daemon; None if there is none yet.
+
+    Raises:
+        StorageError: it can't be opened.
+    """
     current = read_current(state_dir, codec)
     directory = state_dir / STORE_NAME / str(current.generation) if current is not None else None
     if directory is None or not directory.is_dir():
         yield None
         return
+    # A live daemon's file changes under a structural check: only the map's own guarantees hold there.
     store = Store(directory, 0, codec=codec, readonly=True, verify=not is_locked(state_dir))
     try:
         yield store
@@ -71,8 +77,7 @@ def _export_blocks(store: Store | None, writer: PinSetWriter, recipes: list[Reci
     if store is None:
         report["pins_without_all_bytes"] = sorted(recipe.name for recipe in recipes)
         return
-    codec = store.codec
-    leaves = dict(codec.unpack_pin(key, value) for key, value in store.rows(schema.DB_PINS))
+    leaves = dict(_store_pins(store))
     namespaces = {namespace.root: namespace for namespace in store_namespaces(store)}
     written: set[BlockHash] = set()
     for recipe in recipes:
@@ -94,6 +99,15 @@ def _export_blocks(store: Store | None, writer: PinSetWriter, recipes: list[Reci
             report["blocks"] += 1
         if not whole:
             report["pins_without_all_bytes"].append(recipe.name)
+
+
+def _store_pins(store: Store) -> Iterator[tuple[str, BlockHash]]:
+    """Where the pins end, as far as their rows are good: the recipes say what is pinned."""
+    for key, value in store.rows(schema.DB_PINS):
+        try:
+            yield store.codec.unpack_pin(key, value)
+        except BadRowError:
+            continue
 
 
 def _block(store: Store, row: NodeRow, report: dict[str, Any]) -> PinSetBlock | None:

@@ -111,6 +111,7 @@ def _import_recipes(state_dir: Path, recipes: dict[str, Recipe], done: _Done, *,
     if len(merged) > MAX_RECIPES:
         raise PinTransferError(f"{len(merged)} pins would be kept, the most is {MAX_RECIPES}; unpin some first")
     if done.added or done.replaced or not found.is_settled:
+        codec.hold_tenants({recipe.tenant_salt for recipe in merged.values()})
         files = recipe_files(state_dir)
         files.write(found.highest + 1, lambda number: encode_recipes(number, merged, codec))
         files.remove_before(found.highest + 1)

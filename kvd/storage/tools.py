@@ -7,7 +7,7 @@ Beside a live daemon they only read: the store through a read-only environment o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvd.storage.errors import RecipesUnreadableError, StorageError, StoreDamage
 from kvd.storage.generations import CURRENT_NAME, STORE_NAME, Generations, read_current
 from kvd.storage.keys import KeyRing, damaged_keys
 from kvd.storage.lock import StateLock, is_locked
+from kvd.storage.pin_export import opened_store
 from kvd.storage.recipes import RecipeFileError, list_recipe_files, read_recipe_file, read_recipes, restore_recipes
 from kvd.storage.recovery import WAL_NAME
 from kvd.storage.schema import BadRowError
@@ -99,7 +100,7 @@ def dump_store(state_dir: Path, *, key_file: str = "") -> Iterator[dict[str, Any
         if not fault:
             for lsn, record in segment.records:
                 yield {"kind": "wal_record", "lsn": lsn, **_describe(record)}
-    with _opened(state_dir, codec) as store:
+    with opened_store(state_dir, codec) as store:
         if store is not None:
             yield from _dump_rows(store)
 
@@ -116,7 +117,7 @@ def block_extents(state_dir: Path, *, key_file: str = "") -> Iterator[tuple[Path
     path = state_dir / STORE_NAME / str(current.generation) / DATA_NAME
     overhead_bytes = BLOCK_OVERHEAD_BYTES if codec.is_sealed else schema.BLOCK_HEADER_BYTES
     lengths: dict[bytes, int] = {}
-    with _opened(state_dir, codec) as store:
+    with opened_store(state_dir, codec) as store:
         if store is not None:
             with store.reading_blocks() as reader:
                 for key, view in reader.items():
@@ -156,26 +157,6 @@ def _check_recipes(state_dir: Path, codec: Codec, problems: list[str]) -> dict[s
 # -------------------------------------------------------------------------------------------------- store
 
 
-@contextmanager
-def _opened(state_dir: Path, codec: Codec) -> Iterator[Store | None]:
-    """The current generation, read-only; None if there is none yet.
-
-    Raises:
-        StorageError: it can't be opened.
-    """
-    current = read_current(state_dir, codec)
-    directory = state_dir / STORE_NAME / str(current.generation) if current is not None else None
-    if directory is None or not directory.is_dir():
-        yield None
-        return
-    # A live daemon's file changes under a structural check: only the map's own guarantees hold there.
-    store = Store(directory, 0, codec=codec, readonly=True, verify=not is_locked(state_dir))
-    try:
-        yield store
-    finally:
-        store.close()
-
-
 def _check_generation(state_dir: Path, codec: Codec, problems: list[str], *, is_blind: bool) -> dict[str, Any]:
     report: dict[str, Any] = {
         "generation": None,
@@ -190,7 +171,7 @@ def _check_generation(state_dir: Path, codec: Codec, problems: list[str], *, is_
         "bad_blocks": {},
     }
     try:
-        with _opened(state_dir, codec) as store:
+        with opened_store(state_dir, codec) as store:
             if store is not None and is_blind:
                 _count_rows(store, report)
             elif store is not None:

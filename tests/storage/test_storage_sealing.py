@@ -22,10 +22,13 @@ from kvd.observe import failpoints
 from kvd.storage import schema, two_copies
 from kvd.storage.encryption import reading_encryption
 from kvd.storage.errors import EncryptionKeyError, KeysUnreadableError, RecipesUnreadableError, UnknownFormatError
+from kvd.storage.generations import read_current
 from kvd.storage.keys import STORE, KeyRing, key_files
+from kvd.storage.pin_export import export_pins
 from kvd.storage.recipes import decode_recipes, encode_recipes, list_recipe_files, read_recipes
 from kvd.storage.schema import BadRowError, NodeRow
 from kvd.storage.sealing import SealedCodec
+from kvd.storage.store import Store
 from kvd.storage.tools import check_store, dump_store
 from kvd.types import KvGroup, pack_tokens
 from kvd.wal.record import Forget, Insert, Pin, Unpin, WalDamageError, decode_record, encode_record
@@ -464,6 +467,22 @@ def test_what_a_destroyed_key_had_sealed_is_a_miss_and_no_damage(tmp_path, key_f
 
 
 # ------------------------------------------------------------------------------------------------ tools
+
+
+def test_a_damaged_row_of_a_pin_costs_its_bytes_in_an_export_not_the_export(tmp_path, key_file):
+    state = tmp_path / "state"
+    world = World(state, store_encryption_key_file=key_file)
+    for number, name in enumerate(("whole", "damaged")):
+        assert world.pin(name, prompt(number, 48)) == "recipe+bytes"
+    assert world.stop()
+    codec = reading_encryption(state, key_file).codec
+    store = Store(state / "kv" / str(read_current(state, codec).generation), 64 << 20, codec=codec)
+    txn = store.begin()
+    txn.put_row(schema.DB_PINS, codec.pin_key("damaged"), b"no row of a pin")
+    txn.commit()
+    store.close()
+    report = export_pins(state, tmp_path / "pins.kvdpins", codec=codec)
+    assert (report["pins"], report["blocks"], report["pins_without_all_bytes"]) == (2, 3, ["damaged"])
 
 
 def test_tools_without_the_key_check_the_structure_and_show_no_content(tmp_path, key_file):
