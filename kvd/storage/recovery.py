@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvd.cache.hashing import Namespace, block_hash
+from kvd.cache.hashing import Namespace
 from kvd.commands import Recipe
 from kvd.storage import schema
 from kvd.storage.budget import Budget
 from kvd.storage.codec import PLAIN, Codec
 from kvd.storage.errors import StoreBlockedError, StoreDamagedError, UnknownFormatError
+from kvd.storage.forget_intent import chain_of
 from kvd.storage.generations import Generations
 from kvd.storage.node_index import NodeIndex
 from kvd.storage.schema import BadRowError, NodeRow
@@ -149,23 +150,13 @@ def adopt_recipes(index: NodeIndex, recipes: dict[str, Recipe], fingerprint: byt
         index.unpin(name)
     chains = []
     for recipe in sorted(recipes.values(), key=lambda each: (-each.priority, each.created_unix_s)):
-        chain = recipe_chain(recipe, fingerprint, block_bytes)
+        chain = list(chain_of(Namespace(fingerprint, recipe.tenant_salt, recipe.adapter), recipe.token_ids, block_bytes))
         chains.append(chain)
         if chain and chain[-1] in index.nodes:
             index.pin(recipe.name, chain[-1])
         else:
             index.unpin(recipe.name)
     return chains
-
-
-def recipe_chain(recipe: Recipe, fingerprint: bytes, block_bytes: int) -> list[BlockHash]:
-    """The hashes of a recipe's full blocks under ``fingerprint``, root first."""
-    parent = Namespace(fingerprint, recipe.tenant_salt, recipe.adapter).root
-    chain = []
-    for start in range(0, len(recipe.token_ids) - block_bytes + 1, block_bytes):
-        parent = block_hash(parent, recipe.token_ids[start : start + block_bytes])
-        chain.append(parent)
-    return chain
 
 
 def _open(generations: Generations, now_unix_s: int, *, set_aside: bool) -> tuple[Store | None, str]:

@@ -201,7 +201,3 @@ class TwoCopies:
         if os.path.lexists(self._unsynced):
             self._remove(self._unsynced)
         sync_directory(self.directory)
-
-    def any_of(self, first: int) -> bool:
-        """Whether one of the two files of a write that failed stands all the same."""
-        return any(os.path.lexists(self.path(first + copy)) for copy in range(COPIES))
