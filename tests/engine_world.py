@@ -118,6 +118,8 @@ class FakeStore:
         self.leases = []
         self.checkpoints = []
         self.forgets = []
+        self.unfinished = set()
+        """Salts of forgets that failed on disk."""
         self.idle_delay = 0.1
         self.prefills = []
         self.step = 0
@@ -189,6 +191,9 @@ class FakeStore:
 
     def idle_delay_s(self):
         return self.idle_delay
+
+    def is_forgetting(self, recipe):
+        return recipe.tenant_salt in self.unfinished
 
     def block_on_disk(self, block_hash):
         return (True, self.world.clock.unix() - 7.0) if block_hash in self.blocks else (False, 0.0)

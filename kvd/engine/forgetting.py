@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvd.cache.tenants import Selection
-from kvd.commands import Event, ForgetDone, ForgetPrefixes, OpDone, OpFailed
+from kvd.commands import Event, ForgetDone, ForgetPrefixes, OpDone, OpFailed, Recipe
 from kvd.engine.pins import Pins
 from kvd.engine.ports import CacheObserver
 from kvd.scheduler.scheduler import Scheduler
@@ -57,9 +57,10 @@ class Forgetting:
         self._observer.forget(command.op_id, selection, recipes)
         return events + more, own
 
-    def refuse_pin(self, op_id: bytes, tenant_salt: bytes, token_ids: bytes) -> OpFailed | None:
-        """A pin of what is being forgotten waits for the end of that: a crash would forget it too."""
-        if any(each.selection.holds(tenant_salt, token_ids) for each in self._open.values()):
+    def refuse_pin(self, op_id: bytes, recipe: Recipe) -> OpFailed | None:
+        """A pin of what is being forgotten waits for the end of that: it would be forgotten too, by what goes on or by what completes a forget that failed."""
+        is_open = any(each.selection.holds(recipe.tenant_salt, recipe.token_ids) for each in self._open.values())
+        if is_open or self._observer.is_forgetting(recipe):
             return OpFailed(op_id, ErrorCode.OVERLOADED, "the prefix is being forgotten", _RETRY_AFTER_S)
         return None
 

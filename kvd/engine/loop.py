@@ -295,7 +295,7 @@ class EngineLoop:
             case PinPrefix() | Unpin() | ForgetPrefixes() if self._state is not State.READY:
                 self._unsent.append(OpFailed(command.op_id, *self._not_ready()))
             case PinPrefix():
-                refusal = self._forgetting.refuse_pin(command.op_id, command.recipe.tenant_salt, command.recipe.token_ids)
+                refusal = self._forgetting.refuse_pin(command.op_id, command.recipe)
                 self._take([refusal] if refusal is not None else self._pins.pin(command))
             case ForgetPrefixes():
                 events, own = self._forgetting.begin(command)

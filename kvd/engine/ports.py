@@ -65,6 +65,9 @@ class CacheObserver(Protocol):
     def forget(self, op_id: bytes, selection: Selection, pins: dict[str, Recipe]) -> None:
         """Have a selection, which has left memory, leave the disk, and ``pins``, which are in it; ``ForgetDone`` comes through the inbox."""
 
+    def is_forgetting(self, recipe: Recipe) -> bool:
+        """Whether a forget that was begun, by this life or an earlier one, and is not done would take this pin too."""
+
     def block_on_disk(self, block_hash: BlockHash) -> tuple[bool, float]:
         """Whether a block's bytes are on disk, and when a request last used it (seconds since the epoch, 0 if unknown)."""
 

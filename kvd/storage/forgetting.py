@@ -8,7 +8,8 @@
        sealed with a fresh key since before step 2, and the old one is destroyed
     6  the intent is gone, and whoever asked is told
 
-A forget that fails is not told as done; its intent stays, and the next forget, or the next start, does its work too.
+A forget that fails is not told as done; its intent stays, and its work is done with the next forget, at the next start, or when it is tried again after growing
+pauses. Until then it would take any pin of what it forgets, so no such pin is accepted.
 """
 
 from __future__ import annotations
@@ -51,13 +52,15 @@ declare(
 _NODES_S = 120.0
 _LOG_S = 60.0
 _POLL_S = 0.01
+_RETRY_MIN_S = 60.0
+_RETRY_MAX_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
     op_id: bytes
     selection: Selection | None
-    """None: what the start found unfinished."""
+    """None: what is unfinished alone."""
     pins: dict[str, Recipe]
 
 
@@ -110,6 +113,8 @@ class Forgetting:
             self._forget_recipes(tuple(self._marks), {}, must_succeed=False)
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
+        self._retry_s = _RETRY_MIN_S
+        self._reported = ""
         self._thread = threading.Thread(target=self._run, name="kvd-forget", daemon=True)
 
     @property
@@ -127,6 +132,10 @@ class Forgetting:
         """``pins``: recipes that are in the selection by what they are today, whatever tokens they state."""
         self._asked.put(_Asked(op_id, selection, pins))
 
+    def takes(self, recipe: Recipe) -> bool:
+        """Whether what is not done yet would take this pin; from any thread."""
+        return any(mark.takes(recipe, self._fingerprint, self._block_bytes) for mark in tuple(self._marks))
+
     def stop(self, timeout_s: float) -> bool:
         """End after what is under way, or in the middle of it after ``timeout_s``: the next start completes it."""
         self._stopping.set()
@@ -138,20 +147,31 @@ class Forgetting:
     # -------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            num_blocks, error = 0, ""
+        while (asked := self._next()) is not None:
+            num_blocks, num_marks, error = 0, len(self._marks), ""
             try:
                 num_blocks = self._forget(asked)
             except ForgetError as failure:
                 error = str(failure)
             except Exception as failure:  # whoever waits is answered, whatever it was
                 error = fault_sentence(failure)
-            if error:
+            if error and error != self._reported:
                 self._log.error("forget.failed", error=error)
-            elif not asked.op_id:
-                self._log.info("forget.completed", num_marks=len(self._marks))
+            elif not error and num_marks:
+                self._log.info("forget.completed", num_marks=num_marks)
+            self._reported = error
             if asked.op_id:
                 self._inbox.put_internal(ForgetDone(asked.op_id, num_blocks, error))
+
+    def _next(self) -> _Asked | None:
+        """What is asked for next; after a while without anything, what is left of a forget that failed."""
+        if not self._marks:
+            self._retry_s = _RETRY_MIN_S
+        try:
+            return self._asked.get(timeout=self._retry_s if self._marks else None)
+        except queue.Empty:
+            self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
+            return _Asked(b"", None, {})
 
     def _forget(self, asked: _Asked) -> int:
         running = self._parts.running
@@ -159,8 +179,9 @@ class Forgetting:
         failpoint("forget.before_intent")
         if asked.selection is not None:
             mark = mark_of(asked.selection, self._namespaces(asked.selection, running), self._block_bytes)
-            write_intent(self._state_dir, [*self._marks, mark], self._codec)
-            self._marks.append(mark)
+            if mark not in self._marks:
+                write_intent(self._state_dir, [*self._marks, mark], self._codec)
+                self._marks.append(mark)
         marks = tuple(self._marks)
         failpoint("forget.before_nodes")
         superseded = self._renew_keys(marks)

@@ -373,6 +373,10 @@ class Storage:
         """Have a selection, which has left memory, leave the disk for good; ``ForgetDone`` comes through the inbox. ``pins`` are in it."""
         self._open_forgetting.request(op_id, selection, pins)
 
+    def is_forgetting(self, recipe: Recipe) -> bool:
+        """Whether a forget that was begun, by this life or an earlier one, and is not done would take this pin too."""
+        return self._open_forgetting.takes(recipe)
+
     @property
     def _open_forgetting(self) -> Forgetting:
         assert self._forgetting is not None, "open comes first"

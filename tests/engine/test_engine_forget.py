@@ -108,6 +108,13 @@ def test_what_is_being_forgotten_can_not_be_pinned_until_that_is_over():
         world.store.settle_forget("the disk is on fire")
         yield from world.answered(op_id)
         assert world.client.answers[op_id].code == "storage_error"
+        world.store.unfinished.add(ACME)  # whatever completes it would take the pin
+        refused = world.pin("acme/a", SYSTEM, salt=ACME)
+        yield from world.answered(refused)
+        assert world.client.answers[refused].code == "overloaded"
+        world.store.unfinished.clear()
+        yield from pinned(world, "acme/a", SYSTEM, salt=ACME)
+        assert set(world.book.recipes()) == {"acme/a", "rival/a"}
 
     ends(life)
 

@@ -19,6 +19,7 @@ from kvd.cache.hashing import Namespace
 from kvd.cache.tenants import Selection, tenant_salt
 from kvd.commands import ForgetDone, Recipe
 from kvd.observe import failpoints
+from kvd.storage import forgetting as forget_module
 from kvd.storage import store_thread as store_module
 from kvd.storage.errors import StoreDamagedError, StoreFullError, UnknownFormatError
 from kvd.storage.forget_intent import INTENT_NAME, Mark, write_intent
@@ -188,6 +189,27 @@ def test_a_disk_that_fails_is_told_and_the_next_forget_does_both(tmp_path, monke
     assert forget(world, Selection("acme", ACME_SALTED.tenant_salt), b"second").error == ""
     assert found_in(tmp_path, OWN | needles(ACME_SALTED, SALTED)) == set()
     assert not (tmp_path / INTENT_NAME).exists()
+    world.stop()
+
+
+def test_a_forget_that_failed_is_tried_again_and_would_take_a_pin_until_it_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(forget_module, "_RETRY_MIN_S", 0.05)
+    monkeypatch.setattr(forget_module, "_RETRY_MAX_S", 0.1)
+    world = World(tmp_path)
+    live(world)
+    storage, book = world.storage, world.storage.recipe_book
+    own, other = (Recipe(name="new", token_ids=SECRET, tokenizer_digest=b"", tenant_salt=each.tenant_salt) for each in (ACME, OTHERS))
+    assert not storage.is_forgetting(own)
+    with monkeypatch.context() as patched:
+        patched.setattr(book, "forget", lambda takes: "the disk is on fire")
+        assert "on fire" in forget(world, PREFIX).error
+        assert "on fire" in forget(world, PREFIX, b"again").error
+        assert len(storage._forgetting.unfinished) == 1, "the same once more is no other"
+        assert (storage.is_forgetting(own), storage.is_forgetting(other)) == (True, False)
+    world.until(lambda: not (tmp_path / INTENT_NAME).exists(), 30)
+    world.until(lambda: not storage.is_forgetting(own))
+    assert found_in(tmp_path, OWN) == set()
+    assert len(world.log.named("forget.failed")) == 1
     world.stop()
 
 
