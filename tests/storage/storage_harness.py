@@ -186,8 +186,9 @@ class World:
         self.ask(token_ids)
         self.cache.pin(name, token_ids, self.namespace)
         self.tick()
-        self.storage.recipe_book.put(b"recipe-" + name.encode(), Recipe(name=name, token_ids=token_ids, tokenizer_digest=b""))
-        done = self.wait_for(b"recipe-" + name.encode())
+        op_id = b"recipe-%s-%d" % (name.encode(), self.step)
+        self.storage.recipe_book.put(op_id, Recipe(name=name, token_ids=token_ids, tokenizer_digest=b""))
+        done = self.wait_for(op_id)
         return "failed" if done.error else "recipe" if self.checkpoint().error else "recipe+bytes"
 
     def checkpoint(self, op_id: bytes = b"") -> CheckpointDone:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -52,8 +53,17 @@ class StorageMachine(RuleBasedStateMachine):
             assert self.was_damaged or self.world.report.dropped == {}
             for token_ids, num_tokens in self.durable.items():
                 match = self.world.cache.match(token_ids, self.world.namespace)
-                assert match.num_tokens >= num_tokens
+                assert match.num_tokens >= num_tokens, (self.world.report, self.world.storage.status())
         self.asked.clear()
+        for name, token_ids in self.pins.items():
+            # As the engine does before READY: what damage took is computed. It is durable with the next checkpoint.
+            self.world.ask(token_ids)
+            self.world.cache.pin(name, token_ids, self.world.namespace)
+        self.world.tick()
+
+    def promise(self, prompts: Iterable[bytes]) -> None:
+        for token_ids in prompts:
+            self.durable[token_ids] = (len(token_ids) // 4 - 1) // 16 * 16
 
     @rule(token_ids=prompts, times=st.integers(1, 3))
     def ask(self, token_ids: bytes, times: int) -> None:
@@ -67,7 +77,7 @@ class StorageMachine(RuleBasedStateMachine):
         if name not in self.pins:
             assert self.world.pin(name, token_ids) == "recipe+bytes"
             self.pins[name] = token_ids
-            self.durable[token_ids] = max(self.durable.get(token_ids, 0), (len(token_ids) // 4 - 1) // 16 * 16)
+            self.promise([token_ids])
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
@@ -76,8 +86,7 @@ class StorageMachine(RuleBasedStateMachine):
         op_id = f"un{name}{self.world.step}".encode()
         self.world.storage.recipe_book.remove(op_id, name)
         assert not self.world.wait_for(op_id).error
-        if name in self.world.cache.pins():
-            self.world.cache.unpin(name)
+        assert self.world.cache.unpin(name)
         self.world.tick()
         del self.pins[name]
 
@@ -93,20 +102,21 @@ class StorageMachine(RuleBasedStateMachine):
         self.world.storage.forget(op_id, selection, {})
         assert self.world.until(lambda: self.world.inbox.find(op_id), timeout_s=30).error == ""
         self.pins = {name: each for name, each in self.pins.items() if not each.startswith(prefix)}
+        pinned = set(self.pins.values())
         for promised in (self.durable, self.asked):
-            for each in [each for each in promised if each.startswith(prefix) or prefix.startswith(each[: len(each) // 64 * 64])]:
-                del promised[each]
-        for each in self.pins.values():  # its blocks stay where they were asked for, be it above what went
-            self.durable[each] = (len(each) // 4 - 1) // 16 * 16
+            for each in list(promised):
+                # What is above goes too, if nothing else hangs on it.
+                is_above = prefix.startswith(each[: len(each) // 64 * 64]) and each not in pinned
+                if each.startswith(prefix) or is_above:
+                    del promised[each]
         row = row_of(chain_of(prefix, self.world.namespace)[-1], 100)
         assert not [path for path in self.directory.rglob("*") if path.is_file() and row in path.read_bytes()]
 
     @rule()
     def checkpoint(self) -> None:
         assert not self.world.checkpoint().error
-        for token_ids, times in self.asked.items():
-            if times >= 2:
-                self.durable[token_ids] = (len(token_ids) // 4 - 1) // 16 * 16
+        self.promise(token_ids for token_ids, times in self.asked.items() if times >= 2)
+        self.promise(self.pins.values())
 
     @rule()
     def crash(self) -> None:
@@ -116,8 +126,8 @@ class StorageMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         assert self.world.stop()
-        for token_ids in self.asked:
-            self.durable[token_ids] = (len(token_ids) // 4 - 1) // 16 * 16
+        self.promise(self.asked)
+        self.promise(self.pins.values())
         assert self.was_damaged or check_store(self.directory)["ok"]
         self.next_life()
 
