@@ -463,23 +463,24 @@ class Storage:
         return not running.planner.degraded_reason
 
     def close(self, *, clean: bool) -> None:
-        """End the threads and let go of the state directory.
+        """End the threads and let go of the state directory. While one still hangs on its disk the lock stays: it goes with the process.
 
         ``clean`` says that the daemon ended as it should, so that its start was a good one; if not, the start counts neither as good nor as one that died.
         """
-        if self._forgetting is not None:
-            self._forgetting.stop(_STOP_S)
+        is_over = self._forgetting is None or self._forgetting.stop(_STOP_S)
         running = self._running
         if running is not None:
             if running.is_started:
                 if running.cold_tier is not None:
                     running.cold_tier.stop(_STOP_S)
                 running.planner.stop(_STOP_S)
-                running.store.stop(_STOP_S)
+                is_over = running.store.stop(_STOP_S) and is_over
             elif running.recovered.store is not None:
                 running.recovered.store.close()
             running.wal.close(_STOP_S)
+            is_over = is_over and not running.wal.is_alive
         if self._recipes is not None:
-            self._recipes.close(_STOP_S)
+            is_over = self._recipes.close(_STOP_S) and is_over
         self._verdict.end(clean=clean)
-        self._lock.release()
+        if is_over:
+            self._lock.release()

@@ -159,6 +159,11 @@ class WalWriter:
         """Why records do not reach the disk at the moment; empty when they do."""
         return self._fault
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread may still write."""
+        return self._thread.is_alive()
+
     def append(self, record: Record) -> int:
         """Take a record; its LSN, or 0 if a bound was reached."""
         with self._wake:

@@ -221,6 +221,7 @@ class World:
 def crash(world: World) -> None:
     """Let go of the process's hold on the files without writing anything more: what is durable now is what the next start finds."""
     world.executor.close(10)
+    world.storage._forgetting.stop(0)
     running = world.storage._running
     if running is not None:
         if running.cold_tier is not None:

@@ -12,9 +12,11 @@ import lmdb
 import pytest
 from storage_harness import ROW_BYTES, World, crash, prompt
 
+from kvd.observe import failpoints
 from kvd.storage import generations, persistence, store_thread
-from kvd.storage.errors import StoreBlockedError, StoreDamagedError, StoreFullError, StoreMapFullError, StorePanickedError
+from kvd.storage.errors import StateLockedError, StoreBlockedError, StoreDamagedError, StoreFullError, StoreMapFullError, StorePanickedError
 from kvd.storage.fault_episode import FaultEpisode
+from kvd.storage.lock import StateLock
 from kvd.storage.store import Store, StoreTransaction
 from kvd.storage.tools import check_store
 
@@ -302,3 +304,19 @@ def test_an_episode_is_reported_once_for_each_cause():
 
 def test_map_full_is_a_full_store():
     assert issubclass(StoreMapFullError, StoreFullError)
+
+
+def test_while_a_thread_hangs_on_its_disk_the_state_directory_stays_locked(tmp_path, monkeypatch):
+    monkeypatch.setattr(persistence, "_STOP_S", 0.2)
+    monkeypatch.setattr(failpoints, "_armed", {"store.before_commit": failpoints._Armed("sleep:2", 1)})
+    world = World(tmp_path, checkpoint_interval_s=1000.0)
+    store = world.storage._running.store
+    for _ in range(2):
+        world.ask(prompt(0, 81))
+    world.until(lambda: store._txn is not None)
+    world.executor.close(10)
+    world.storage.close(clean=False)
+    with pytest.raises(StateLockedError):
+        StateLock(tmp_path)
+    assert store.stop(10)
+    world.storage._lock.release()
