@@ -10,6 +10,7 @@ from kvd.storage.handover import Handover
 from kvd.storage.hot_blocks import HotBlocks
 from kvd.storage.node_index import NodeIndex
 from kvd.storage.operations import Operations
+from kvd.storage.ports import Clock
 from kvd.wal.writer import WalWriter
 
 
@@ -22,7 +23,7 @@ class ForgetNodes:
 
 
 class NodeForgetting:
-    """On the planner's thread. ``degraded`` says why nothing can be committed; ``on_begun`` is called when somebody has come to wait for a commit."""
+    """On the planner's thread. ``fault`` says why nothing can be committed; ``begun`` is called when somebody has come to wait for a commit."""
 
     def __init__(
         self,
@@ -32,16 +33,18 @@ class NodeForgetting:
         handover: Handover,
         wal: WalWriter,
         *,
-        degraded: Callable[[], str],
-        on_begun: Callable[[], None],
+        clock: Clock,
+        fault: Callable[[], str],
+        begun: Callable[[], None],
     ) -> None:
         self._index = index
         self._hot = hot
         self._operations = operations
         self._handover = handover
         self._wal = wal
-        self._degraded = degraded
-        self._on_begun = on_begun
+        self._clock = clock
+        self._fault = fault
+        self._begun = begun
 
     def take(self, message: ForgetNodes) -> None:
         nodes = [node for mark in message.marks for node in self._index.forget(mark)]
@@ -49,7 +52,7 @@ class NodeForgetting:
             if self._hot.discard(node):
                 self._operations.settle(node.block_hash)
         lsn = self._wal.seal()
-        if reason := self._degraded():
+        if reason := self._fault():
             message.on_done(len(nodes), lsn, f"the store is degraded: {reason}")
             return
 
@@ -63,8 +66,11 @@ class NodeForgetting:
         self._handover.send(commit=True)
         under_way = self._hot.pending().intersection(node.block_hash for node in nodes)
         self._operations.begin(copied, under_way, self._handover.number)
-        self._on_begun()
+        for node in nodes:
+            if (again := self._index.nodes.get(node.block_hash)) is not None:  # it has come back to memory meanwhile
+                self._hot.consider(again, self._clock.monotonic())
+        self._begun()
 
     def refuse(self, message: ForgetNodes) -> None:
         """Persistence has stopped."""
-        message.on_done(0, 0, f"persistence has stopped: {self._degraded()}")
+        message.on_done(0, 0, f"persistence has stopped: {self._fault()}")

@@ -372,40 +372,54 @@ class NodeIndex:
         """Mark everything that the mark holds for removal, its pins too; the nodes.
 
         Of a prefix: its last block, what is below, and those above that nothing else hangs on, neither another prefix nor a pin.
+        Those that have come back to memory since it forgot them are known again at once, as new ones without bytes.
         """
         roots = {root for root, namespace in self.namespaces.items() if mark.has_salt(namespace.tenant_salt)}
         nodes = sorted((node for node in self.nodes.values() if node.root in roots), key=lambda node: node.depth)
+        chosen: dict[bytes, IndexNode] = {node.block_hash: node for node in nodes}
         if mark.chains:
-            nodes = self._below(nodes, mark.chains)
-        gone = {node.block_hash for node in nodes}
-        for name in [name for name, leaf in self.pins.items() if leaf in gone]:
+            chosen = self._below(nodes, {chain[-1] for chain in mark.chains})
+        for name in [name for name, leaf in self.pins.items() if leaf in chosen]:
             self.unpin(name)
+        for chain in mark.chains:
+            self._choose_above(chosen, chain)
+        nodes = list(chosen.values())
         for node in sorted(nodes, key=lambda each: -each.depth):
             self._remove(node)
+        for node in sorted(nodes, key=lambda each: each.depth):
+            if node.is_resident:
+                self._renew(node)
         live = {node.root for node in self.nodes.values()}
         for root in roots - live:
             del self.namespaces[root]
             self.dirty_namespaces.add(root)
         return nodes
 
-    def _below(self, nodes: list[IndexNode], chains: Iterable[Sequence[bytes]]) -> list[IndexNode]:
-        ends = {chain[-1] for chain in chains}
+    def _below(self, nodes: list[IndexNode], ends: set[bytes]) -> dict[bytes, IndexNode]:
+        """Of ``nodes``, parents before children: the ``ends`` and all below them."""
         chosen: dict[bytes, IndexNode] = {}
         for node in nodes:
             if node.block_hash in ends or (node.parent is not None and node.parent.block_hash in chosen):
                 chosen[node.block_hash] = node
-        for chain in chains:
-            num_chosen_children = 0
-            for key in reversed(chain):
-                above = self.nodes.get(BlockHash(key))
-                if above is None:
-                    continue
-                if key not in chosen:
-                    if above.num_children > num_chosen_children or above.num_pins:
-                        break
-                    chosen[key] = above
-                num_chosen_children = 1
-        return list(chosen.values())
+        return chosen
+
+    def _choose_above(self, chosen: dict[bytes, IndexNode], chain: Sequence[bytes]) -> None:
+        """Add those nodes of the chain that nothing hangs on but what is chosen."""
+        num_chosen_children = 0
+        for key in reversed(chain):
+            node = self.nodes.get(BlockHash(key))
+            if node is None:
+                continue
+            if key not in chosen:
+                if node.num_children > num_chosen_children or node.num_pins:
+                    break
+                chosen[key] = node
+            num_chosen_children = 1
+
+    def _renew(self, gone: IndexNode) -> None:
+        node = self.insert(*gone.names())
+        if node is not None:  # of an ambiguous hash nothing is kept
+            node.block_id, node.origin, node.uses, node.last_use_unix_s = gone.block_id, gone.origin, gone.uses, gone.last_use_unix_s
 
     def _is_expendable(self, node: IndexNode) -> bool:
         return not (node.num_children or node.is_resident or node.stored_bytes or node.num_pins or node.queued)

@@ -104,7 +104,7 @@ class Planner:
         self.last_checkpoint_s: float | None = None
         self.counters = Counters()
         self._forgetting = NodeForgetting(
-            index, self._hot, self._operations, self._handover, wal, degraded=lambda: self.degraded_reason, on_begun=self._set_eager
+            index, self._hot, self._operations, self._handover, wal, clock=clock, fault=lambda: self.degraded_reason, begun=self._set_eager
         )
         self._handle_own()
         self._thread = threading.Thread(target=self._run, name="kvd-planner", daemon=True)

@@ -9,6 +9,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,35 @@ def test_a_forget_that_failed_is_tried_again_and_would_take_a_pin_until_it_is_do
     assert found_in(tmp_path, OWN) == set()
     assert len(world.log.named("forget.failed")) == 1
     world.stop()
+
+
+@pytest.mark.parametrize("selection", [Selection("", b""), Selection("", b"", SECRET[: 4 * 64])], ids=["salt", "prefix"])
+def test_what_is_asked_for_again_meanwhile_is_known_as_new(tmp_path, monkeypatch, selection):
+    world = World(tmp_path)
+    live(world)
+    for _ in range(2):
+        world.ask(SECRET, OTHERS)
+    assert not world.checkpoint().error
+    forgetting, may_go_on = world.storage._forgetting, threading.Event()
+    original = forgetting._renew_keys
+    monkeypatch.setattr(forgetting, "_renew_keys", lambda marks: may_go_on.wait(30) and original(marks))
+    world.cache.forget(selection)
+    world.tick()
+    world.storage.forget(b"forget", selection, {})
+    assert world.ask(SECRET, OTHERS) == (0 if not selection.token_ids else 32), "the first two blocks are another prompt's too"
+    assert world.ask(SECRET, OTHERS) == 96
+    may_go_on.set()
+    assert world.until(lambda: world.inbox.find(b"forget"), timeout_s=60).error == ""
+    lost_before = world.storage.stats()["lost_events"]
+    assert world.pin("safe", SECRET) == "recipe+bytes"
+    assert world.ask(SECRET + SECRET, OTHERS) == 96, "what hangs below is known too"
+    assert world.storage.stats()["lost_events"] == lost_before
+    crash(world)
+    assert check_store(tmp_path)["ok"]
+    again = World(tmp_path)
+    assert again.ask(SECRET, OTHERS) == 96
+    assert again.num_restored == 96
+    again.stop()
 
 
 def test_equal_prompts_of_different_salts_share_nothing_on_any_level(tmp_path):
