@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvd.cache.block_pool import BlockPool
 from kvd.cache.events import BlockOrigin, BlockRemoved, BlockStored, CacheEvent
 from kvd.cache.eviction import EvictionPolicy, EvictionQueue
@@ -133,6 +135,10 @@ class TreeBlocks:
         if self.pool.ref_counts[node.block_id] == 0:
             self.pool.free(node.block_id)
         self.settle(self.tree.remove(node))
+
+    def forget_uses(self, has_salt: Callable[[bytes], bool]) -> None:
+        """The eviction policy, too, forgets what left under salts of which ``has_salt`` says so."""
+        self._policy.forget(has_salt)
 
     def tell_stored(self, node: Node) -> None:
         assert node.parent is not None, "a node in the tree has a parent"

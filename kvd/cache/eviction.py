@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol
 
 from kvd.cache.events import BlockOrigin
+from kvd.cache.hashing import Namespace
 from kvd.cache.prefix_tree import Node
 from kvd.types import BlockHash
 
@@ -22,6 +24,7 @@ _WINDOW_POOLS = 4
 class Evictable(Protocol):
     """What a policy may look at, and the two numbers that it may set: ``uses`` when the block enters, ``floor`` when it is used."""
 
+    namespace: Namespace
     block_hash: BlockHash
     origin: BlockOrigin
     depth: int
@@ -49,6 +52,9 @@ class EvictionPolicy(Protocol):
     def on_evicted(self, node: Evictable) -> None:
         """The block leaves to make room."""
 
+    def forget(self, has_salt: Callable[[bytes], bool]) -> None:
+        """Nothing that is known of blocks which left stays known where ``has_salt`` says so of their namespace's salt."""
+
 
 class LruPolicy:
     """Least recently used first. ``last_used`` is a logical counter, so that the order does not depend on a clock."""
@@ -66,6 +72,9 @@ class LruPolicy:
         pass
 
     def on_evicted(self, node: Evictable) -> None:
+        pass
+
+    def forget(self, has_salt: Callable[[bytes], bool]) -> None:
         pass
 
 
@@ -101,7 +110,7 @@ class CostPolicy:
         self._num_remembered = num_remembered
         self._window = float(_WINDOW_POOLS * num_remembered)
         self._cost_per_block = block_size_tokens / _TOKENS_PER_COST
-        self._remembered: OrderedDict[BlockHash, int] = OrderedDict()
+        self._remembered: OrderedDict[BlockHash, tuple[int, bytes]] = OrderedDict()  # uses, and the namespace's salt
         self._lives = [_Lives() for _ in range(MAX_PRIORITY + 1)]
 
     def priority(self, node: Evictable) -> float:
@@ -112,7 +121,7 @@ class CostPolicy:
         return float(node.floor + chance**_REUSE_EXPONENT * cost**_COST_EXPONENT)
 
     def on_insert(self, node: Evictable) -> None:
-        remembered = self._remembered.pop(node.block_hash, 0)
+        remembered, _ = self._remembered.pop(node.block_hash, (0, b""))
         if node.origin is BlockOrigin.RESTORED:
             node.uses = max(node.uses, remembered)  # the disk has counted the same uses
         else:
@@ -132,9 +141,12 @@ class CostPolicy:
         lives.floor = max(lives.floor, self.priority(node))
         lives.evicted[uses] += 1
         self._fade(lives, uses)
-        self._remembered[node.block_hash] = node.uses
+        self._remembered[node.block_hash] = (node.uses, node.namespace.tenant_salt)
         if len(self._remembered) > self._num_remembered:
             self._remembered.popitem(last=False)
+
+    def forget(self, has_salt: Callable[[bytes], bool]) -> None:
+        self._remembered = OrderedDict((key, each) for key, each in self._remembered.items() if not has_salt(each[1]))
 
     def _fade(self, lives: _Lives, uses: int) -> None:
         if lives.reused[uses] + lives.evicted[uses] > self._window:

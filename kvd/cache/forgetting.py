@@ -18,7 +18,7 @@ from kvd.cache.tenants import Selection
 def select(tree: PrefixTree, selection: Selection) -> list[Node]:
     """The nodes of a selection, parents before children. O(all nodes).
 
-    For a prefix these are the blocks below it, its last, and those above that nothing else hangs on: not in another prefix and not in a pin.
+    For a prefix these are the blocks below it, its last, and those above that nothing else hangs on: not in another prefix and not in a pin (those of the selection are released).
     """
     nodes = [node for node in tree.nodes() if selection.has_salt(node.namespace.tenant_salt)]
     nodes.sort(key=lambda node: node.depth)

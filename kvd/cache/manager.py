@@ -395,10 +395,11 @@ class CacheManager:
         Returns:
             How many blocks left the tree; and the tables that waited for one: they can only be released, their sequences are to be planned anew.
         """
+        for name, pin in self.pins().items():
+            if selection.holds(pin.namespace.tenant_salt, pin.token_ids):
+                self._pins.unpin(name)
         nodes = select(self._tree, selection)
         leaving = {id(node) for node in nodes}
-        for name in [name for name, pinned in self._pins.nodes.items() if any(id(node) in leaving for node in pinned)]:
-            self._pins.unpin(name)
         keep_private(self._tables, nodes, self._blocks)
         filling = [node for node in nodes if not node.is_ready]
         affected = self.fail_fill(
@@ -407,6 +408,8 @@ class CacheManager:
         for node in reversed(nodes):
             if node.in_tree:
                 remove(self._blocks, node)
+        self._uses.drop_removed()
+        self._blocks.forget_uses(selection.has_salt)
         return len(nodes), affected
 
     def lease(self, block_id: BlockId, block_hash: BlockHash) -> bool:

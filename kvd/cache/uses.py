@@ -70,9 +70,13 @@ class Uses:
         if len(self._prefix_ends) > _MAX_REMEMBERED_PREFIXES:
             del self._prefix_ends[next(iter(self._prefix_ends))]
 
+    def drop_removed(self) -> None:
+        """Remember no prefix that has left the tree."""
+        self._prefix_ends = {node: None for node in self._prefix_ends if node.in_tree}
+
     def hottest(self, limit: int, tenant: str) -> list[PrefixInfo]:
         """The tenant's most used of the remembered prefixes."""
-        self._prefix_ends = {node: None for node in self._prefix_ends if node.in_tree}
+        self.drop_removed()
         own = [node for node in self._prefix_ends if node.is_ready and is_of_tenant(node.namespace.tenant_salt, tenant)]
         ends = sorted(own, key=lambda node: (-node.uses, -node.last_used))
         return [PrefixInfo.of(node, self._blocks.tick) for node in ends[:limit]]

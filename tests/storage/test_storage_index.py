@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from kvd.cache.hashing import Namespace, block_hash
 from kvd.storage import schema
+from kvd.storage.forget_intent import Mark
 from kvd.storage.node_index import NodeIndex
 from kvd.storage.schema import BadRowError, NodeRow, StoreMeta
 from kvd.types import BlockId, KvGroup
@@ -247,3 +248,23 @@ def test_a_value_fills_whole_pages(row_bytes):
     size = schema.value_bytes(row_bytes)
     assert (size + schema.PAGE_HEADER_BYTES) % schema.PAGE_BYTES == 0
     assert 0 <= size - schema.BLOCK_HEADER_BYTES - row_bytes < schema.PAGE_BYTES
+
+
+@pytest.mark.parametrize("num_named", [1, 3])
+def test_the_pin_of_a_forgotten_prefix_keeps_no_node_above_it(num_named):
+    """A start that completes a forget finds the pin as the store has it: nobody has unpinned before."""
+    index = NodeIndex(100)
+    chain = add_chain(index, 0, 1, 2, stored=100)
+    index.pin("p", chain[-1].block_hash)
+    assert set(index.forget(Mark("", b"", (tuple(node.block_hash for node in chain[:num_named]),)))) == set(chain)
+    assert not index.nodes
+    assert not index.pins
+
+
+def test_another_pin_keeps_its_nodes_above_a_forgotten_prefix():
+    index = NodeIndex(100)
+    chain = add_chain(index, 0, 1, 2, stored=100)
+    index.pin("p", chain[-1].block_hash)
+    index.pin("short", chain[0].block_hash)
+    assert set(index.forget(Mark("", b"", (tuple(node.block_hash for node in chain),)))) == set(chain[1:])
+    assert set(index.pins) == {"short"}
