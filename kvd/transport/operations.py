@@ -68,6 +68,8 @@ class Operations:
         operation = _Operation(client, message)
         if isinstance(message, Tokenize | Pin) or (isinstance(message, Forget) and message.input):
             self._tokenise(operation, message, bodies)
+        elif isinstance(message, Forget) and bodies:
+            raise bad_request("a body without input: whether a prefix or everything is to be forgotten can't be told")
         else:
             self._command(operation, message)
         client.op_ids.add(message.op_id)
@@ -92,6 +94,11 @@ class Operations:
         except Exception as error:  # one operation's fault must not end the edge
             self._refuse(operation, self._edge.internal_error(error))
         return True
+
+    def forget_client(self, client: Client) -> None:
+        """What the client's operations end with is nobody's business any more; the engine goes on with them."""
+        self._in_engine = {key: operation for key, operation in self._in_engine.items() if operation.client is not client}
+        self._tokenising = {key: operation for key, operation in self._tokenising.items() if operation.client is not client}
 
     def on_done(self, event: OpDone) -> None:
         """The engine's answer."""

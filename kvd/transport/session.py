@@ -188,6 +188,7 @@ class Session:
             # Another tenant took the connection over by its routing id: what was begun over it is none of its business.
             self._edge.log.warning("client_taken_over", client=peer, tenant=caller.tenant, of_tenant=known.caller.tenant)
             self.on_gone(peer)
+            self._operations.forget_client(known)
             self.taken_over.append(peer)
         client, forgotten = self._clients.hear(peer, caller, now)
         if forgotten is not None and forgotten.num_open:

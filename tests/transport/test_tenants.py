@@ -5,7 +5,24 @@ from __future__ import annotations
 import pytest
 from edge_harness import Harness, only_failed, request_id
 from kvd_client.protocol.codec import encode, pack_body, unpack_body
-from kvd_client.protocol.messages import Abort, Checkpoint, Credit, Drain, Failed, Finished, Forget, Generate, Pin, Prefixes, Tokens, Unpin
+from kvd_client.protocol.messages import (
+    Abort,
+    Checkpoint,
+    Credit,
+    Drain,
+    Failed,
+    Finished,
+    Forget,
+    Generate,
+    Pin,
+    Ping,
+    Pong,
+    Prefixes,
+    Result,
+    Tokenize,
+    Tokens,
+    Unpin,
+)
 
 from kvd.cache.tenants import tenant_salt
 from kvd.commands import Abort as AbortCommand
@@ -84,6 +101,19 @@ def test_who_takes_a_connection_over_gets_nothing_of_what_was_begun_on_it():
     assert [command for command in harness.commands if isinstance(command, AbortCommand)] == [AbortCommand(request_id(1))]
     harness.engine_takes()
     assert not [message for _, message, _ in harness.received if isinstance(message, Tokens | Finished)]
+
+
+def test_who_takes_a_connection_over_gets_no_answer_of_its_operations():
+    """Neither the engine's (ACME's prefixes) nor a text thread's (the ids of ACME's text)."""
+    harness = Harness()
+    send(harness, Prefixes(op_id=request_id(1)), caller=ACME, peer=b"one")
+    harness.session.receive(b"one", encode(Tokenize(op_id=request_id(2), input="text"), b"secret"), harness.now, ACME)
+    send(harness, Ping(), caller=RIVAL, peer=b"one")
+    harness.engine_takes()
+    assert [type(message) for _, message, _ in harness.received] == [Pong]
+    send(harness, Prefixes(op_id=request_id(1)), caller=RIVAL, peer=b"one")
+    harness.engine_takes()
+    assert [type(message) for _, message, _ in harness.received[1:]] == [Result], "its own it gets"
 
 
 def test_user_ids_and_credentials():
@@ -187,6 +217,8 @@ def test_only_an_operator_forgets_for_another_tenant(caller):
         ({"cache_salt": bytes(65)}, None, "bad_request"),
         ({"input": "ids"}, pack_tokens(range(15)), "pin_too_short"),
         ({"input": "ids"}, None, "bad_request"),
+        ({}, pack_tokens(range(64)), "bad_request"),
+        ({"cache_salt": b"s"}, b"You are", "bad_request"),
     ],
 )
 def test_a_forget_that_can_not_be_meant_is_refused(fields, body, code):
