@@ -331,9 +331,13 @@ class CacheManager:
         return affected
 
     def begin_load(
-        self, namespace: Namespace, blocks: Sequence[tuple[PackedTokens, int]], origin: BlockOrigin = BlockOrigin.RESTORED
+        self,
+        namespace: Namespace,
+        blocks: Sequence[tuple[PackedTokens, int]],
+        origin: BlockOrigin = BlockOrigin.RESTORED,
+        retention: Retention = DEFAULT_RETENTION,
     ) -> list[LoadTarget] | None:
-        """Room for a chain of blocks from disk, each (its tokens, its uses), the first of a prompt first.
+        """Room for a chain of blocks from disk, each (its tokens, its uses), the first of a prompt first, to be kept as ``retention`` or a use says.
 
         Nodes that are there already are skipped; where a request is filling one, nothing is loaded. The rest is filling until
         ``complete_fill`` (parents before children) or ``fail_fill``.
@@ -349,7 +353,7 @@ class CacheManager:
             self._blocks.hold(node.block_id)
         targets = None
         if self._blocks.make_free(len(missing)):
-            targets = self._begin_load(namespace, path, missing, origin)
+            targets = self._begin_load(namespace, path, missing, origin, retention)
         for node in reversed(path):
             self._blocks.drop(node.block_id)
         return targets
@@ -468,14 +472,19 @@ class CacheManager:
             table.num_in_tree = index + 1
 
     def _begin_load(
-        self, namespace: Namespace, path: Sequence[Node], missing: Sequence[tuple[PackedTokens, int]], origin: BlockOrigin
+        self,
+        namespace: Namespace,
+        path: Sequence[Node],
+        missing: Sequence[tuple[PackedTokens, int]],
+        origin: BlockOrigin,
+        retention: Retention,
     ) -> list[LoadTarget]:
         tip = path[-1] if path else None
         targets = []
         for tokens, uses in missing:
             parent = tip if tip is not None else self._tree.root(namespace)
             tip = self._blocks.insert(parent, tokens, self._pool.take(), origin=origin, is_ready=False, uses=uses)
-            self._blocks.retentions.keep(tip, DEFAULT_RETENTION)
+            self._blocks.retentions.keep(tip, retention)
             self._fillings.begin(tip, None)
             targets.append(LoadTarget(tip, tip.block_id, tip.block_hash))
         self._num_loading += len(targets)

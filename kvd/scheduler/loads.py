@@ -58,7 +58,7 @@ class Loads:
         sequence.has_asked_disk = True
         uses = self._cold_tier.lookup(match.namespace, parent_hash, blocks)
         chain = [(node.token_ids, node.uses) for node in nodes] + list(zip(blocks, uses, strict=False))
-        targets = cache.begin_load(match.namespace, chain) if uses else None
+        targets = cache.begin_load(match.namespace, chain, retention=self._roster.retention(request)) if uses else None
         if not targets:
             return
         self.num_loads += 1

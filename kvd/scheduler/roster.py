@@ -148,7 +148,7 @@ class Roster:
         del self._leaving[sequence]
         del self._seats[table]
         sequence.request.note_cached(table)
-        self._cache.release(table, self._retention(sequence.request))
+        self._cache.release(table, self.retention(sequence.request))
         sequence.table = None
         sequence.leaving = None
         self.num_slots -= sequence.num_slots
@@ -163,7 +163,7 @@ class Roster:
             sequence.rewind()
             self._wait(sequence)
 
-    def _retention(self, request: Request) -> Retention:
+    def retention(self, request: Request) -> Retention:
         """How the request wants its blocks kept from now on; ends fall on whole seconds, so that there are few of them."""
         command = request.command
         expires_s = math.ceil(self._clock.monotonic() + command.cache_ttl_s) if command.cache_ttl_s else math.inf

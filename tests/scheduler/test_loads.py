@@ -272,3 +272,22 @@ def test_without_a_disk_nothing_is_asked():
     run(sim, sim.submit(prompt(18), max_tokens=1))
     assert sim.scheduler.stats()["loads"] == 0
     sim.finish_all()
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_loaded_blocks_are_kept_as_the_request_that_asked_for_them_wants(is_aborted):
+    """And not as if somebody had asked for them without a wish: a scan of what is on disk at priority 0 drives nothing out."""
+    sim = cold(18)
+    asked = sim.submit(prompt(18), max_tokens=1, cache_priority=0)
+    sim.round()
+    (target, *_) = sim.disk.loads[0][1]
+    if is_aborted:
+        sim.abort(asked)
+    sim.read()
+    run(sim, asked)
+    assert target.node.in_tree
+    assert target.node.priority == 0
+    wanted = sim.submit(prompt(18), max_tokens=1, cache_priority=70, cache_ttl_s=60.0)
+    run(sim, wanted)
+    assert target.node.priority == 70
+    sim.finish_all()
