@@ -57,8 +57,10 @@ class Loads:
         parent_hash = nodes[-1].block_hash if nodes else match.namespace.root
         sequence.has_asked_disk = True
         uses = self._cold_tier.lookup(match.namespace, parent_hash, blocks)
+        if not uses:
+            return
         chain = [(node.token_ids, node.uses) for node in nodes] + list(zip(blocks, uses, strict=False))
-        targets = cache.begin_load(match.namespace, chain, retention=self._roster.retention(request)) if uses else None
+        targets = cache.begin_load(match.namespace, chain, retention=self._roster.retention(request))
         if not targets:
             return
         self.num_loads += 1
