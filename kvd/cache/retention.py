@@ -32,7 +32,7 @@ class RetentionBook:
 
     A node has one lasting priority and, as ``timed``, those above it that end: (instant, priority), the soonest first, with falling priorities, so that the
     first one counts. Whatever a longer and no lower one covers is dropped; so a node never has more than there are priorities. Nodes are found by their
-    next instant; a heap holds each instant once.
+    next instant; a heap holds each of these instants, and some that nothing ends at any more.
     """
 
     __slots__ = ("_due", "_instants", "_on_change")

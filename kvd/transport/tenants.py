@@ -23,7 +23,7 @@ _IPC_ADDRESS = re.compile(r"[^:]*:(\d+):\d+:\d+")
 class Caller:
     """Whom a conversation is held with. ``tenant`` is empty for a client that none is known of.
 
-    ``is_operator``: it may name another tenant than its own where an operation takes one (``forget``).
+    ``is_operator``: it may name another tenant than its own where an operation takes one (``forget``), and, though a tenant's, drain and checkpoint.
     """
 
     tenant: str = ""
