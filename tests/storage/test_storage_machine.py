@@ -90,9 +90,9 @@ class StorageMachine(RuleBasedStateMachine):
         self.world.tick()
         del self.pins[name]
 
-    @rule(token_ids=prompts, num_blocks=st.integers(1, 6))
-    def forget(self, token_ids: bytes, num_blocks: int) -> None:
-        """What begins so is in no file; what has a block of its own besides, or is pinned, stays."""
+    @rule(token_ids=prompts, num_blocks=st.integers(1, 6), asked_meanwhile=st.lists(prompts, max_size=2))
+    def forget(self, token_ids: bytes, num_blocks: int, asked_meanwhile: list[bytes]) -> None:
+        """What begins so is in no file; what has a block of its own besides, or is pinned, stays; what is asked for while it is being forgotten counts as new."""
         prefix = token_ids[: min(num_blocks * 64, len(token_ids) // 64 * 64)]
         selection = Selection("", b"", prefix)
         self.world.tick()
@@ -100,6 +100,8 @@ class StorageMachine(RuleBasedStateMachine):
         self.world.tick()
         op_id = b"forget%d" % self.world.step
         self.world.storage.forget(op_id, selection, {})
+        for each in asked_meanwhile:
+            self.world.ask(each)
         assert self.world.until(lambda: self.world.inbox.find(op_id), timeout_s=30).error == ""
         self.pins = {name: each for name, each in self.pins.items() if not each.startswith(prefix)}
         pinned = set(self.pins.values())
@@ -109,8 +111,12 @@ class StorageMachine(RuleBasedStateMachine):
                 is_above = prefix.startswith(each[: len(each) // 64 * 64]) and each not in pinned
                 if each.startswith(prefix) or is_above:
                     del promised[each]
+        for each in asked_meanwhile:
+            self.asked[each] = self.asked.get(each, 0) + 1
         row = row_of(chain_of(prefix, self.world.namespace)[-1], 100)
-        assert not [path for path in self.directory.rglob("*") if path.is_file() and row in path.read_bytes()]
+        assert any(each.startswith(prefix) for each in asked_meanwhile) or not [
+            path for path in self.directory.rglob("*") if path.is_file() and row in path.read_bytes()
+        ]
 
     @rule()
     def checkpoint(self) -> None:
@@ -155,6 +161,7 @@ class StorageMachine(RuleBasedStateMachine):
     def cache_is_whole(self) -> None:
         if self.world is not None:
             self.world.cache.check_invariants()
+            assert self.world.storage.stats()["lost_events"] == 0
 
     def teardown(self) -> None:
         if self.world is not None:
