@@ -18,6 +18,7 @@ class Handover:
         self._outstanding: deque[Changes] = deque()
         self.store: StoreThread | None = None
         self.number = 0
+        self._epoch = 0
         self.uncommitted = False
         """Something was handed over, or is about to be, that no commit has covered."""
 
@@ -52,6 +53,7 @@ class Handover:
             pins=[(name, index.pins.get(name)) for name in index.dirty_pins],
             commit=commit,
             clean=clean,
+            epoch=self._epoch,
         )
         for pending in (index.dirty, index.removed, index.dropped_bytes, index.dropped_keys, index.dirty_namespaces, index.dirty_pins):
             pending.clear()
@@ -65,9 +67,10 @@ class Handover:
             self._outstanding.popleft()
         self.uncommitted = bool(self._outstanding)
 
-    def redo(self) -> None:
-        """What was handed over and is not durable is new again."""
+    def redo(self, epoch: int) -> None:
+        """What was handed over and is not durable is new again: the store thread is in this epoch."""
         index = self._index
+        self._epoch = epoch
         while self._outstanding:
             changes = self._outstanding.popleft()
             index.dirty_namespaces.update(root for root, _ in changes.namespaces)

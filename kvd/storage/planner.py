@@ -343,16 +343,17 @@ class Planner:
     def _degraded(self, result: Degraded) -> None:
         if self.degraded_reason and not result.generation_lost:  # a try that failed
             self.degraded_reason = self._fault.reason = result.reason
+            self._handover.redo(result.epoch)
             return
         self.counters.num_degradations += self._fault.refused(result.reason, generation_lost=result.generation_lost)
         self._wants_room = self._fault.is_second_refusal and not result.generation_lost
-        self._become_degraded(result.reason)
+        self._become_degraded(result.reason, result.epoch)
         self._release(result.block_hashes)
         if result.generation_lost:
             self._index.forget_stored()
             self._logged_roots.clear()
 
-    def _become_degraded(self, reason: str) -> None:
+    def _become_degraded(self, reason: str, epoch: int) -> None:
         self.degraded_reason = reason
         while self._requests.wanted:
             try:
@@ -360,7 +361,7 @@ class Planner:
             except IndexError:
                 break
         self._hot.clear_waiting()
-        self._handover.redo()
+        self._handover.redo(epoch)
         self._operations.fail(f"the store is degraded: {reason}")
         self._set_eager()
 

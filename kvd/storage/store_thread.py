@@ -55,6 +55,8 @@ class Changes:
     pins: list[tuple[str, BlockHash | None]] = field(default_factory=list)
     commit: bool = False
     clean: bool = False
+    epoch: int = 0
+    """Of the last ``Degraded`` that was heard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ class Degraded:
     reason: str
     generation_lost: bool
     block_hashes: list[BlockHash]
+    epoch: int
+    """How often changes were lost. ``Changes`` of an earlier epoch are lost, too: they say less than what has to be handed over again, and their LSN more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +144,7 @@ class StoreThread:
         self._txn: StoreTransaction | None = None
         self._txn_began_s = 0.0
         self._txn_hashes: list[BlockHash] = []
-        self._number = 0
+        self._number = self._epoch = 0
         self._applied_lsn = store.meta.applied_lsn if store is not None else 0
         self._clean = False
         self._is_degraded = store is None or store.readonly
@@ -288,7 +292,8 @@ class StoreThread:
         with self._reading:
             self._store = fresh
         self._applied_lsn = fresh.meta.applied_lsn
-        self._on_result(Degraded("there was no room to copy what stays beside what is forgotten; it is written anew", True, []))
+        self._epoch += 1
+        self._on_result(Degraded("there was no room to copy what stays beside what is forgotten; it is written anew", True, [], self._epoch))
         self._on_result(Resumed())
         return ""
 
@@ -303,6 +308,8 @@ class StoreThread:
         return bool(self._changes or self._staged or self._rewrites or self._stopping or (self._eager and self._txn is not None))
 
     def _apply(self, changes: Changes) -> None:
+        if changes.epoch != self._epoch:
+            return
         txn = self._transaction()
         failpoint_translated("checkpoint.before_nodes")
         for database, key in changes.dropped_keys:  # first: under the key of a damaged row a good one may follow
@@ -367,6 +374,7 @@ class StoreThread:
         self._abort()
         hashes, self._txn_hashes = self._txn_hashes, []
         self._is_degraded = True
+        self._epoch += 1
         self._next_probe_s = time.monotonic() + self._retry_s
         lost = not isinstance(error, StoreBlockedError)
         if lost:
@@ -382,7 +390,7 @@ class StoreThread:
 
     def _tell(self, error: Exception, *, lost: bool = False, hashes: list[BlockHash] | None = None) -> None:
         reason = str(error) if isinstance(error, StorageError) else fault_sentence(error)
-        self._on_result(Degraded(reason, lost, hashes or []))
+        self._on_result(Degraded(reason, lost, hashes or [], self._epoch))
 
     def _abort(self) -> None:
         txn, self._txn = self._txn, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -320,3 +321,31 @@ def test_while_a_thread_hangs_on_its_disk_the_state_directory_stays_locked(tmp_p
         StateLock(tmp_path)
     assert store.stop(10)
     world.storage._lock.release()
+
+
+def test_changes_that_were_sent_before_the_store_was_known_to_begin_anew_do_not_count(tmp_path, monkeypatch):
+    """They say nothing of what the store has lost, and an LSN up to which the log would not be replayed."""
+    world = World(tmp_path, checkpoint_interval_s=1000.0)
+    ask_hot(world, 0)
+    assert not world.checkpoint().error
+    running = world.storage._running
+    planner, store, generations_ = running.planner, running.store, running.recovered.generations
+    entered, gate = threading.Event(), threading.Event()
+
+    class Stall:
+        pass
+
+    planner.handle(Stall, lambda _: entered.set() or gate.wait(30))
+    planner.post(Stall())
+    assert entered.wait(30)
+    with monkeypatch.context() as patched:
+        patched.setattr(generations_, "rewritten", lambda *_: None)  # no room for a copy
+        assert store.rewrite() == ""
+    planner._handover.send(commit=True)
+    assert store.rewrite() == "", "whatever came before has been taken"
+    assert store._store.meta.applied_lsn == 0
+    gate.set()
+    assert not world.checkpoint().error
+    assert store._store.meta.applied_lsn == running.wal.last_lsn
+    assert store._store.num_rows(b"nodes") == len(running.recovered.index.nodes)
+    world.stop()
