@@ -58,10 +58,9 @@ class ByTokens:
 
 @pytest.fixture
 def weak(monkeypatch: pytest.MonkeyPatch) -> None:
-    space: dict[str, object] = {}
     real = hashing._digest
-    exec(WEAK, space)
-    monkeypatch.setattr(hashing, "_digest", hashing._digest)
+    monkeypatch.setattr(hashing, "_digest", real)  # before it is replaced: this is what comes back
+    exec(WEAK, {})
     assert hashing._digest is not real
 
 
