@@ -6,7 +6,6 @@ used twice or more) and the storage thread for commits. It never touches the dis
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from kvd.commands import CheckpointDone
 from kvd.storage.budget import PlannerLimits
 from kvd.storage.copy_out import CopyRequests, Wanted
 from kvd.storage.counters import Counters
+from kvd.storage.disk_bounds import DiskBounds
 from kvd.storage.fault_episode import FaultEpisode
 from kvd.storage.governor import Governor, HeldBy
 from kvd.storage.handover import Handover
@@ -34,11 +34,8 @@ from kvd.wal.writer import WalWriter
 MAX_WAITING_EVENTS = 65536
 """Events that the planner has not taken yet; those of blocks are dropped and counted beyond."""
 
-_EXPIRE_FRACTION = 0.02
-_FULL_EXPIRE_FRACTION = 0.1
 _WAKE_S = 0.25
 _GATHER_S = 0.02
-_TRIM_STEP = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +94,11 @@ class Planner:
         self._handover = Handover(index, wal)
         self._now_s, self._now_unix_s = clock.monotonic(), int(clock.unix())
         self._next_checkpoint_s = self._now_s + limits.checkpoint_interval_s
-        self._no_room_until_s = 0.0
-        self._trim_above = limits.max_nodes
         self.final_done = threading.Event()
         self.degraded_reason = ""
         self.last_checkpoint_s: float | None = None
         self.counters = Counters()
+        self._bounds = DiskBounds(index, self._hot, limits, self.counters)
         self._forgetting = NodeForgetting(
             index, self._hot, self._operations, self._handover, wal, clock=clock, fault=lambda: self.degraded_reason, begun=self._set_eager
         )
@@ -370,7 +366,7 @@ class Planner:
         self._next_checkpoint_s = self._clock.monotonic()
         if self._wants_room:  # free pages let the file go on without growing
             self._wants_room = False
-            self.counters.num_expired_bytes += self._index.expire_bytes(int(self._index.stored_bytes * _FULL_EXPIRE_FRACTION))
+            self._bounds.free_pages()
         for node in self._index.nodes.values():
             self._hot.consider(node, self._now_s)
 
@@ -432,29 +428,19 @@ class Planner:
         due = now >= self._next_checkpoint_s or self._wal.num_bytes > self._limits.wal_soft_bytes
         if due and not self._handover.awaits_commit:
             self._next_checkpoint_s = now + self._limits.checkpoint_interval_s
-            self._keep_bounds()
+            self._bounds.keep()
             if self._handover.is_due or self._hot.num_under_way or self._fault.reason:
                 self._handover.send(commit=True)
         if self._operations:
             self._operations.complete()
             self._set_eager()
 
-    def _keep_bounds(self) -> None:
-        index, limits = self._index, self._limits
-        if len(index.nodes) > self._trim_above:
-            self.counters.num_trimmed_nodes += index.trim(int(limits.max_nodes * 0.9))
-            # It looks at every node. Where few could go, the next try waits for more of them.
-            self._trim_above = max(limits.max_nodes, len(index.nodes) + int(limits.max_nodes * _TRIM_STEP))
-        excess = index.stored_bytes - limits.max_block_bytes
-        if excess > 0:
-            self.counters.num_expired_bytes += index.expire_bytes(excess)
-
     def _grant(self) -> None:
         """Hand hot blocks to the engine thread, pinned ones first, as long as there is room for them on disk and under way."""
         granted: list[IndexNode] = []
         num_refused = 0
         while (node := self._hot.take()) is not None:
-            if self._make_room(node):
+            if self._bounds.make_room(node, self._now_s):
                 granted.append(node)
                 continue
             self._hot.release(node.block_hash, node)
@@ -463,11 +449,11 @@ class Planner:
         self.counters.num_refused_blocks += num_refused
         if self._hot.num_waiting:
             self._governor.hold_grants(HeldBy.IN_FLIGHT)
-        elif num_refused or self._now_s < self._no_room_until_s:
+        elif num_refused or self._bounds.had_no_room(self._now_s):
             self._governor.hold_grants(HeldBy.DISK, num_refused)
         else:
             self._governor.hold_grants(HeldBy.NONE)
-        while self._governor.is_idle and self._has_free_room() and (node := self._hot.take_dwelt(self._now_s)) is not None:
+        while self._governor.is_idle and self._bounds.has_free_room() and (node := self._hot.take_dwelt(self._now_s)) is not None:
             granted.append(node)
         if not granted:
             return
@@ -475,24 +461,3 @@ class Planner:
             self._handover.send(commit=False)  # a block's node precedes its bytes
         self._handover.uncommitted = True
         self._requests.wanted.extend(Wanted(node.block_hash, node.block_id, node.root) for node in granted)
-
-    def _has_free_room(self) -> bool:
-        """Whether one more block fits on disk without anything expiring."""
-        limits = self._limits
-        return self._index.stored_bytes + (self._hot.num_under_way + 1) * limits.block_bytes <= limits.max_block_bytes
-
-    def _make_room(self, node: IndexNode) -> bool:
-        limits, index = self._limits, self._index
-        needed = index.stored_bytes + self._hot.num_under_way * limits.block_bytes - limits.max_block_bytes
-        if needed <= 0:
-            return True
-        now = self._now_s
-        if now < self._no_room_until_s and not node.num_pins:
-            return False
-        below = (True, -math.inf) if node.num_pins else index.rank(node)  # one pin's bytes never make room for another's
-        freed = index.expire_bytes(max(needed, int(limits.max_block_bytes * _EXPIRE_FRACTION)), below=below)
-        self.counters.num_expired_bytes += freed
-        if freed < needed:
-            self._no_room_until_s = now + limits.checkpoint_interval_s
-            return False
-        return True
