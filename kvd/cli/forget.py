@@ -49,7 +49,7 @@ def forget_command(
     prompt = read_text(prompt_file) if prompt_file is not None else None
     messages = [{"role": "system", "content": system}] if system is not None else read_messages(messages_file) if messages_file else None
     with target.client(needs_ready=True) as client:
-        result = client.forget(prompt, messages=messages, cache_salt=cache_salt, tenant=tenant)
+        result = client.forget(prompt, messages=messages, cache_salt=cache_salt, tenant=tenant, everything=everything)
     if as_json:
         print_json({"blocks": result.num_blocks, "pins": result.num_pins})
     else:

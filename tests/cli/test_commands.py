@@ -135,8 +135,8 @@ class StubClient:
     def unpin(self, name):
         self._record("unpin", name)
 
-    def forget(self, prompt=None, *, messages=None, cache_salt=None, tenant=None):
-        self._record("forget", prompt, messages=messages, cache_salt=cache_salt, tenant=tenant)
+    def forget(self, prompt=None, *, messages=None, cache_salt=None, tenant=None, everything=False):
+        self._record("forget", prompt, messages=messages, cache_salt=cache_salt, tenant=tenant, everything=everything)
         return ForgetResult(6, 1)
 
     def prefixes(self):
@@ -355,11 +355,11 @@ def test_forget_says_what_went(stub, tmp_path, capsys):
     assert app.main(["forget", "--all", "--tenant", "acme"]) == 0
     assert app.main(["forget", "--cache-salt", ""]) == 0
     assert app.main(["pin", "a", "--system", "x", "--cache-salt", "s"]) == 0
-    nothing = {"messages": None, "cache_salt": None, "tenant": None}
+    nothing = {"messages": None, "cache_salt": None, "tenant": None, "everything": False}
     assert stub.calls == [
         ("forget", (None,), {**nothing, "messages": [{"role": "system", "content": "You are."}], "cache_salt": "s"}),
         ("forget", ("You are.",), nothing),
-        ("forget", (None,), {**nothing, "tenant": "acme"}),
+        ("forget", (None,), {**nothing, "tenant": "acme", "everything": True}),
         ("forget", (None,), {**nothing, "cache_salt": ""}),
         ("pin", ("a", None), {"messages": [{"role": "system", "content": "x"}], "priority": 50, "ttl_s": 0.0, "cache_salt": "s"}),
     ]

@@ -90,6 +90,10 @@ def test_async_operations(endpoint: str) -> None:
         await client.unpin("p")
         assert await client.forget("text", cache_salt="n\u00e4cht") == ForgetResult(3, 1)
         assert await client.forget(messages=[{"role": "system", "content": "x"}], tenant="acme") == ForgetResult(3, 1)
+        assert await client.forget(everything=True) == ForgetResult(3, 1)
+        for arguments in ({}, {"messages": None}, {"tenant": "acme"}, {"everything": True, "messages": []}):
+            with pytest.raises(TypeError, match="everything=True"):
+                await client.forget(**arguments)
         assert await client.prefixes() == {"pins": []}
         assert await client.status() == {"state": "ready"}
         assert await client.stats() == {"evictions": 1}
@@ -103,7 +107,7 @@ def test_async_operations(endpoint: str) -> None:
     with ScriptedDaemon(endpoint, answer) as daemon:
         run(endpoint, test)
         assert daemon.wait_for_kind(Pin)[0].cache_salt == b"t"
-        first, second = daemon.wait_for_kind(Forget, 2)
+        first, second = daemon.wait_for_kind(Forget, 2)[:2]
     assert (first.input, first.cache_salt, first.tenant) == ("text", "nächt".encode(), None)
     assert (second.input, second.cache_salt, second.tenant) == ("messages", None, "acme")
 

@@ -103,6 +103,7 @@ def test_every_operation(endpoint: str, client: Client) -> None:
         assert client.pin("p", messages=[{"role": "system", "content": "s"}], priority=7).details["tokens"] == 32
         client.unpin("p")
         assert client.forget(cache_salt=b"night") == ForgetResult(3, 1)
+        assert client.forget(everything=True, tenant="acme") == ForgetResult(3, 1)
         assert client.prefixes() == {"pins": []}
         assert client.status() == {"state": "ready"}
         assert client.stats() == {"evictions": 1}
@@ -117,6 +118,22 @@ def test_every_operation(endpoint: str, client: Client) -> None:
     assert (pin.name, pin.input, pin.priority) == ("p", "messages", 7)
     assert drain.timeout_s == 12.0
     assert (forget.input, forget.cache_salt, forget.tenant) == ("", b"night", None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"messages": None},
+        {"tenant": "acme"},
+        {"everything": True, "prompt": ""},
+        {"everything": True, "messages": []},
+        {"everything": True, "cache_salt": b""},
+    ],
+)
+def test_all_of_a_tenant_is_forgotten_only_if_that_is_said(client: Client, arguments: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="everything=True"):
+        client.forget(**arguments)
 
 
 @pytest.mark.parametrize("code", sorted(set(Code) - {Code.DUPLICATE, Code.STARTING, Code.DRAINING}))

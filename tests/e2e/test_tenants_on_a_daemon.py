@@ -116,8 +116,8 @@ def test_two_tenants_over_tcp(tmp_path: Path) -> None:
             with pytest.raises(errors.NotFound):
                 nobody.unpin("house")
             with pytest.raises(errors.BadRequest):
-                rival.forget(tenant="acme")
-            rival.forget()
+                rival.forget(tenant="acme", everything=True)
+            rival.forget(everything=True)
             assert acme.prefixes()["pins"] != []
             assert rival.prefixes() == {"pins": [], "hottest": []}
             acme.checkpoint()
@@ -142,7 +142,7 @@ client = Client(sys.argv[1], timeout_s=60)
 usage = client.generate(sys.argv[2], max_tokens=1).usage
 print(json.dumps({"cached": usage.cached_tokens, "pins": [pin["name"] for pin in client.prefixes()["pins"]]}))
 try:
-    client.forget(tenant="uid:0")
+    client.forget(tenant="uid:0", everything=True)
 except Exception as error:
     print(type(error).__name__, flush=True)
 os._exit(0)
@@ -165,7 +165,7 @@ def test_two_users_over_ipc() -> None:
                 usage, refusal = done.stdout.splitlines()
                 assert json.loads(usage) == {"cached": 0, "pins": []}
                 assert refusal == "BadRequest"
-                client.forget(tenant="uid:65534")
+                client.forget(tenant="uid:65534", everything=True)
                 assert ask(client, SECRET) == blocks_of(SECRET)
 
 

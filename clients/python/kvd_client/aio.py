@@ -140,11 +140,14 @@ class AsyncClient:
         messages: ChatMessages | None = None,
         cache_salt: str | bytes | None = None,
         tenant: str | None = None,
+        everything: bool = False,
         template_args: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> ForgetResult:
         """Have a prefix, a salt or all of this client's tenant leave memory and disk for good; see ``Client.forget``."""
-        operation = operations.forget(prompt, messages, tenant=tenant, cache_salt=cache_salt, template_args=template_args or {})
+        operation = operations.forget(
+            prompt, messages, tenant=tenant, cache_salt=cache_salt, everything=everything, template_args=template_args or {}
+        )
         return operations.forget_result(await self._call(operation, timeout_s))
 
     async def prefixes(self, *, timeout_s: float | None = None) -> dict[str, Any]:

@@ -180,6 +180,7 @@ class Client:
         messages: ChatMessages | None = None,
         cache_salt: str | bytes | None = None,
         tenant: str | None = None,
+        everything: bool = False,
         template_args: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> ForgetResult:
@@ -187,17 +188,21 @@ class Client:
 
         Args:
             prompt: a prefix as text or ids; or
-            messages: the beginning of conversations; without either everything of the salt, or of the tenant, is forgotten.
+            messages: the beginning of conversations; without either everything of the salt is forgotten.
             cache_salt: of these alone (empty: without a salt); None: a prefix without a salt, else every salt.
             tenant: another tenant than the client's own; for operators on the daemon's machine.
+            everything: all of the tenant, whatever the salts; goes without prefix and ``cache_salt``, and nothing else says it.
             template_args: further variables of the chat template.
             timeout_s: see the class.
 
         Raises:
+            TypeError: neither a prefix nor a salt nor ``everything`` is given, or ``everything`` beside one of these.
             PinTooShort: the prefix is less than one block; nothing is kept under it.
             StorageError: it is not known to have left the disk.
         """
-        operation = operations.forget(prompt, messages, tenant=tenant, cache_salt=cache_salt, template_args=template_args or {})
+        operation = operations.forget(
+            prompt, messages, tenant=tenant, cache_salt=cache_salt, everything=everything, template_args=template_args or {}
+        )
         return operations.forget_result(self._call(operation, timeout_s))
 
     def prefixes(self, *, timeout_s: float | None = None) -> dict[str, Any]:

@@ -54,8 +54,11 @@ def forget(
     *,
     tenant: str | None,
     cache_salt: str | bytes | None,
+    everything: bool,
     template_args: Mapping[str, Any],
 ) -> Operation:
+    if everything == (prompt is not None or messages is not None or cache_salt is not None):
+        raise TypeError("give either a prefix or cache_salt or both, or everything=True")
     kind, *bodies = prompt_body(prompt, messages) if prompt is not None or messages is not None else ("",)
     return Operation(forget_message(kind, tenant=tenant, cache_salt=cache_salt, template_args=template_args), tuple(bodies))
 
