@@ -59,7 +59,13 @@ class Codec(Protocol):
 
     def unpack_namespace(self, key: bytes, value: bytes) -> Namespace: ...
 
-    def pack_node(self, row: NodeRow) -> bytes: ...
+    def retain(self, roots: Collection[bytes]) -> None:
+        """The namespaces that there are: of others nothing needs to be known any more."""
+
+    def pack_node(self, row: NodeRow) -> bytes:
+        """Raises:
+        NamespaceGoneError: its namespace is none that was retained.
+        """
 
     def unpack_node(self, key: bytes, value: bytes) -> NodeRow: ...
 
@@ -76,6 +82,9 @@ class Codec(Protocol):
         """Make the value of a block under the namespace ``root`` of its row in staging memory, from which the checksum is taken, once.
 
         ``value`` is ``value_bytes`` long and was zero or a value of the same group before.
+
+        Raises:
+            NamespaceGoneError: as ``pack_node``.
         """
 
     def read_block(self, value: memoryview, group: KvGroup, block_hash: bytes, memory: memoryview) -> None:
@@ -182,6 +191,9 @@ class PlainCodec:
 
     def unpack_namespace(self, key: bytes, value: bytes) -> Namespace:
         return schema.unpack_namespace(key, value)
+
+    def retain(self, roots: Collection[bytes]) -> None:
+        pass
 
     def pack_node(self, row: NodeRow) -> bytes:
         return schema.pack_node(row)

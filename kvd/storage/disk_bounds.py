@@ -25,16 +25,18 @@ class DiskBounds:
         self._no_room_until_s = 0.0
         self._trim_above = limits.max_nodes
 
-    def keep(self) -> None:
-        """Bring the index and the stored bytes back within their bounds."""
+    def keep(self) -> bool:
+        """Bring the index and the stored bytes back within their bounds; whether the index was trimmed, and namespaces may be gone."""
         index, limits = self._index, self._limits
-        if len(index.nodes) > self._trim_above:
+        is_trimmed = len(index.nodes) > self._trim_above
+        if is_trimmed:
             self._counters.num_trimmed_nodes += index.trim(int(limits.max_nodes * 0.9))
             # It looks at every node. Where few could go, the next try waits for more of them.
             self._trim_above = max(limits.max_nodes, len(index.nodes) + int(limits.max_nodes * _TRIM_STEP))
         excess = index.stored_bytes - limits.max_block_bytes
         if excess > 0:
             self._counters.num_expired_bytes += index.expire_bytes(excess)
+        return is_trimmed
 
     def free_pages(self) -> None:
         """Let a part of the stored bytes expire, so that a file that can't grow goes on."""

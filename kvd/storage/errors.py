@@ -45,6 +45,10 @@ class KeysUnreadableError(EncryptionKeyError):
     """Neither file of the encryption keys can be read: going on would lose acknowledged pins."""
 
 
+class NamespaceGoneError(StorageError):
+    """Something of a namespace that has left the index, and was not encrypted before it did: nobody will ask for it."""
+
+
 class StoreDamagedError(StorageError):
     """A store generation that must not be opened or read any further; it is set aside."""
 

@@ -15,6 +15,7 @@ from typing import Any
 from kvd.cache.events import BlockOrigin, BlockRemoved, BlocksPinned, BlockStored, BlocksUnpinned, BlocksUsed, CacheEvent
 from kvd.commands import CheckpointDone
 from kvd.storage.budget import PlannerLimits
+from kvd.storage.codec import Codec
 from kvd.storage.copy_out import CopyRequests, Wanted
 from kvd.storage.counters import Counters
 from kvd.storage.disk_bounds import DiskBounds
@@ -64,6 +65,7 @@ class Planner:
         wal: WalWriter,
         requests: CopyRequests,
         governor: Governor,
+        codec: Codec,
         inbox: StorageInbox,
         limits: PlannerLimits,
         clock: Clock,
@@ -73,6 +75,7 @@ class Planner:
         self._wal = wal
         self._requests = requests
         self._governor = governor
+        self._codec = codec
         self._inbox = inbox
         self._limits = limits
         self._clock = clock
@@ -428,7 +431,9 @@ class Planner:
         due = now >= self._next_checkpoint_s or self._wal.num_bytes > self._limits.wal_soft_bytes
         if due and not self._handover.awaits_commit:
             self._next_checkpoint_s = now + self._limits.checkpoint_interval_s
-            self._bounds.keep()
+            if self._bounds.keep():
+                self._logged_roots &= self._index.namespaces.keys()
+                self._codec.retain(self._index.namespaces)
             if self._handover.is_due or self._hot.num_under_way or self._fault.reason:
                 self._handover.send(commit=True)
         if self._operations:

@@ -92,7 +92,15 @@ def assemble(
         write_dwell_s=config.write_dwell_s,
     )
     planner = Planner(
-        index=recovered.index, wal=wal, requests=requests, governor=governor, inbox=inbox, limits=limits, clock=clock, log=log
+        index=recovered.index,
+        wal=wal,
+        requests=requests,
+        governor=governor,
+        codec=recovered.generations.codec,
+        inbox=inbox,
+        limits=limits,
+        clock=clock,
+        log=log,
     )
     store = StoreThread(
         recovered.generations,

@@ -20,7 +20,7 @@ from kvd.commands import Recipe
 from kvd.storage import schema
 from kvd.storage.cipher import KEY_BYTES, NONCE_BYTES, TAG_BYTES, Cipher, SealBrokenError
 from kvd.storage.codec import BlockPlace
-from kvd.storage.errors import EncryptionKeyError
+from kvd.storage.errors import EncryptionKeyError, NamespaceGoneError
 from kvd.storage.keys import STORE, DataKey
 from kvd.storage.schema import BLOCK_HEADER_BYTES, SEALED, BadRowError, NodeRow, StoreMeta
 from kvd.types import BlockHash, KvGroup
@@ -40,6 +40,8 @@ BLOCK_OVERHEAD_BYTES = _ROW_AT + TAG_BYTES
 _RECIPE_PLACE = struct.Struct("<8sQI")
 _RECORD_PLACE = struct.Struct("<4s16sQB")
 _GROUPS = ("target", "draft")
+_OF_NOTHING = msgspec.msgpack.encode(Insert(b"", b"", b"", None))
+"""An insert that an index does not take."""
 
 
 class Keys(Protocol):
@@ -67,7 +69,7 @@ class SealedCodec:
     def __init__(self, ring: Keys) -> None:
         self.ring = ring
         self._salts: dict[bytes, bytes] = {}
-        """Tenant salt by root, of every namespace that was read or written."""
+        """Tenant salt by root, of the namespaces that there are and those written since ``retain``: clients choose salts, so there is no end of them."""
 
     def format_of(self, plain_version: int) -> int:
         return SEALED + plain_version
@@ -151,8 +153,20 @@ class SealedCodec:
         self._salts[namespace.root] = namespace.tenant_salt
 
     def tenant_of(self, root: bytes) -> bytes:
-        """The tenant of a root: whoever names a root has written or read its namespace before."""
-        return self._salts[root]
+        """The tenant of a root: whoever names a root has written or read its namespace before.
+
+        Raises:
+            NamespaceGoneError: it has left the index since.
+        """
+        try:
+            return self._salts[root]
+        except KeyError:
+            raise NamespaceGoneError("its namespace has left the index") from None
+
+    def retain(self, roots: Collection[bytes]) -> None:
+        for root in list(self._salts):  # other threads learn meanwhile
+            if root not in roots:
+                self._salts.pop(root, None)
 
     def pack_namespace(self, namespace: Namespace) -> bytes:
         self.learn(namespace)
@@ -332,7 +346,11 @@ class _RecordSeal:
         self._store_uuid = store_uuid
 
     def seal(self, record: Record, payload: bytes, lsn: int) -> bytes:
-        return self._codec.seal(self._tenant_of(record), payload, self._place(type_of(record), lsn))
+        try:
+            tenant = self._tenant_of(record)
+        except NamespaceGoneError:  # it waited, or is rescued from a segment that failed; an LSN needs a record all the same
+            tenant, payload = STORE, _OF_NOTHING
+        return self._codec.seal(tenant, payload, self._place(type_of(record), lsn))
 
     def open(self, number: int, sealed: bytes, lsn: int) -> bytes | None:
         if self._codec.was_destroyed(sealed):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from kvd.cache.hashing import Namespace
 from kvd.observe.failpoints import declare
-from kvd.storage.errors import StorageError, StoreBlockedError, StoreDamagedError, StoreMapFullError, StorePanickedError
+from kvd.storage.errors import NamespaceGoneError, StorageError, StoreBlockedError, StoreDamagedError, StoreMapFullError, StorePanickedError
 from kvd.storage.generations import Generations
 from kvd.storage.ports import Clock
 from kvd.storage.schema import NodeRow
@@ -83,7 +83,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """These blocks were not written. ``reason`` is empty if they came while the store was degraded."""
+    """These blocks were not written: they came while the store was degraded, or their namespace is gone."""
 
     block_hashes: list[BlockHash]
 
@@ -317,7 +317,8 @@ class StoreThread:
         for root, namespace in changes.namespaces:
             txn.put_namespace(namespace) if namespace is not None else txn.delete_namespace(root)
         for row in changes.nodes:
-            txn.put_node(row)
+            with contextlib.suppress(NamespaceGoneError):  # it has been trimmed since: the next changes remove it
+                txn.put_node(row)
         for block_hash in changes.removed_nodes:
             txn.delete_node(block_hash)
         for block_hash in changes.dropped_blocks:
@@ -331,11 +332,15 @@ class StoreThread:
     def _write(self, batch: StagedBatch) -> None:
         for index, block_hash in enumerate(batch.block_hashes):
             txn = self._transaction()
+            try:
+                for group in self._groups:
+                    row = batch.buffer.rows(group.name, 1, index)
+                    self._generations.codec.write_block(self._values[group.name], group, block_hash, batch.roots[index], row)
+            except NamespaceGoneError:
+                self._on_result(Discarded([block_hash]))
+                continue
             for group in self._groups:
-                row = batch.buffer.rows(group.name, 1, index)
-                value = self._values[group.name]
-                self._generations.codec.write_block(value, group, block_hash, batch.roots[index], row)
-                txn.put_block(group.name, block_hash, value)
+                txn.put_block(group.name, block_hash, self._values[group.name])
             self._txn_hashes.append(block_hash)
             failpoint_translated("checkpoint.between_blocks")
             if txn.num_bytes >= self._commit_bytes:

@@ -19,11 +19,12 @@ from kvd.cli.exits import Exit
 from kvd.commands import Recipe
 from kvd.config import ConfigError
 from kvd.observe import failpoints
-from kvd.storage import schema, two_copies
+from kvd.storage import budget, schema, two_copies
 from kvd.storage.encryption import reading_encryption
-from kvd.storage.errors import EncryptionKeyError, KeysUnreadableError, RecipesUnreadableError, UnknownFormatError
+from kvd.storage.errors import EncryptionKeyError, KeysUnreadableError, NamespaceGoneError, RecipesUnreadableError, UnknownFormatError
 from kvd.storage.generations import read_current
 from kvd.storage.keys import STORE, KeyRing, key_files
+from kvd.storage.node_index import NodeIndex
 from kvd.storage.pin_export import export_pins
 from kvd.storage.recipes import decode_recipes, encode_recipes, list_recipe_files, read_recipes
 from kvd.storage.schema import BadRowError, NodeRow
@@ -222,6 +223,67 @@ def test_records_are_sealed_under_the_tenant_whose_tokens_they_hold(codec):
         lsn, back, offset = decode_record(memoryview(data), offset, 99, sealed)
         assert (lsn, back) == (index + 1, record)
     assert used == [keys[SALTED.tenant_salt], keys[b"another"], keys[b"another"], keys[STORE], keys[STORE], keys[STORE]]
+
+
+def test_of_a_namespace_that_has_left_the_index_no_salt_is_kept_and_nothing_is_written(codec):
+    sealed, other = codec.wal_seal(b"u" * 16), Namespace(FINGERPRINT, b"another")
+    codec.learn(other)
+    codec.retain({other.root})
+    with pytest.raises(NamespaceGoneError):
+        codec.pack_node(node_row())
+    with pytest.raises(NamespaceGoneError):
+        codec.write_block(memoryview(bytearray(codec.value_bytes(200))), GROUP, b"h" * 32, SALTED.root, memoryview(bytes(200)))
+    records = [Insert(SALTED.root, SALTED.root, TOKENS), Insert(other.root, other.root, TOKENS)]
+    data = b"".join(encode_record(record, 1 + index, 99, sealed) for index, record in enumerate(records))
+    index = NodeIndex(1)
+    index.add_namespace(other)
+    lsn, offset = 0, 0
+    while offset < len(data):
+        lsn, record, offset = decode_record(memoryview(data), offset, 99, sealed)
+        assert record is not None
+        index.apply(record)
+    assert lsn == 2
+    assert [node.root for node in index.nodes.values()] == [other.root]
+    codec.learn(SALTED)
+    assert codec.unpack_node(codec.node_key(node_row().block_hash), codec.pack_node(node_row())) == node_row()
+
+
+def test_what_is_known_of_salts_is_bounded_however_many_clients_choose(tmp_path, key_file, monkeypatch):
+    monkeypatch.setattr(budget, "_MAX_NODES", 40)
+    state = tmp_path / "state"
+    world = World(state, num_blocks=16, store_encryption_key_file=key_file)
+    planner, codec = world.storage._running.planner, world.storage._encryption.codec
+    for number in range(120):
+        world.ask(prompt(number, 17), Namespace(FINGERPRINT, b"salt %d" % number))
+    for _ in range(2):  # one is used again, and stays
+        world.ask(prompt(0, 17), Namespace(FINGERPRINT, b"salt 0"))
+    assert not world.checkpoint().error
+    world.until(lambda: not planner._mail and len(codec._salts) < 60 and len(planner._logged_roots) < 60)
+    assert not world.storage.status()["degraded"]
+    assert world.stop()
+    world = World(state, num_blocks=16, store_encryption_key_file=key_file)
+    assert world.ask(prompt(0, 17), Namespace(FINGERPRINT, b"salt 0")) == 16
+    assert world.storage.status()["damage"] == []
+    world.stop()
+
+
+def test_blocks_under_way_of_a_namespace_that_is_gone_are_not_written_and_cost_no_generation(tmp_path, key_file):
+    world = World(tmp_path / "state", store_encryption_key_file=key_file)
+    running = world.storage._running
+    world.runner.gate.clear()
+    for _ in range(2):
+        world.ask(prompt(0, 81), SALTED)
+    world.until(lambda: running.planner._hot.num_under_way == 5 and running.store._txn is not None)
+    world.storage._encryption.codec.retain(())
+    world.runner.gate.set()
+    world.until(lambda: not running.planner._hot.num_under_way)
+    status = world.storage.status()
+    assert (status["blocks"], status["degraded"]) == (0, False)
+    for _ in range(2):
+        world.ask(prompt(1, 81))
+    assert not world.checkpoint().error
+    assert running.recovered.generations.current.generation == 1
+    world.stop()
 
 
 # ------------------------------------------------------------------------------------------------ recipes
