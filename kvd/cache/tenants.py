@@ -16,6 +16,7 @@ from kvd.types import PackedTokens
 
 _DOMAIN = b"kvd.tenant-salt.v1"
 _GROUP_BYTES = 16
+_SALT_BYTES = _GROUP_BYTES + 32
 
 
 def tenant_salt(tenant: str, cache_salt: bytes) -> bytes:
@@ -28,6 +29,17 @@ def tenant_salt(tenant: str, cache_salt: bytes) -> bytes:
 def is_of_tenant(salt: bytes, tenant: str) -> bool:
     """Whether a namespace's salt is one of the tenant's, whatever its clients' salts."""
     return (not salt and not tenant) or salt[:_GROUP_BYTES] == _group(tenant)
+
+
+def may_be_asked(salt: bytes) -> bool:
+    """Whether a request can have this salt: one of another length is a client's own bytes, as 0.1.0 kept them."""
+    return len(salt) in {0, _SALT_BYTES}
+
+
+def pin_salt(name: str, salt: bytes) -> bytes:
+    """The salt of a pin of this name whose recipe states ``salt``: 0.1.0 stated the client's own bytes."""
+    tenant = pin_tenant(name)
+    return salt if not salt or is_of_tenant(salt, tenant) else tenant_salt(tenant, salt)
 
 
 def pin_tenant(name: str) -> str:

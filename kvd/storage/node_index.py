@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from kvd.cache.hashing import Namespace, block_hash
+from kvd.cache.tenants import may_be_asked
 from kvd.storage import schema
 from kvd.storage.codec import PLAIN, Codec
 from kvd.storage.forget_intent import Mark
@@ -74,6 +75,11 @@ class IndexNode:
     def is_resident(self) -> bool:
         return self.block_id >= 0
 
+    @property
+    def is_unwritten(self) -> bool:
+        """Whether it is in memory and not on disk."""
+        return self.block_id >= 0 and not self.stored_bytes
+
     def row(self) -> NodeRow:
         root, parent, token_ids = self.names()
         return NodeRow(self.block_hash, root, parent, token_ids, self.depth, self.uses, self.last_use_unix_s, self.origin)
@@ -109,6 +115,8 @@ class NodeIndex:
         self.pins: dict[str, BlockHash] = {}
         self.num_stored = 0
         self.stored_bytes = 0
+        self.num_unwritten = 0
+        """Blocks that are in memory and not on disk."""
         self.dirty: dict[BlockHash, IndexNode] = {}
         self.removed: set[BlockHash] = set()
         self.dropped_bytes: set[BlockHash] = set()
@@ -239,7 +247,13 @@ class NodeIndex:
         for node in self.nodes[leaf].chain():
             node.num_pins += 1
 
-    # -------------------------------------------------------------------------------- bytes on disk
+    # -------------------------------------------------------------------------------- bytes in memory and on disk
+
+    def set_block(self, node: IndexNode, block_id: BlockId) -> None:
+        """The node's bytes are in that row of the pool, or in none (-1)."""
+        self.num_unwritten -= node.is_unwritten
+        node.block_id = block_id
+        self.num_unwritten += node.is_unwritten
 
     def set_stored(self, node: IndexNode, num_bytes: int) -> None:
         """The node's bytes are durable (of an ambiguous hash it is not known whose bytes they are: they go again)."""
@@ -247,6 +261,7 @@ class NodeIndex:
             self.drop_bytes(node)
             return
         self._count_out(node)
+        self.num_unwritten -= node.is_resident
         node.stored_bytes = num_bytes
         self.stored_bytes += num_bytes
         self.num_stored += 1
@@ -266,6 +281,7 @@ class NodeIndex:
         self.stored_bytes -= node.stored_bytes
         self.num_stored -= 1
         node.stored_bytes = 0
+        self.num_unwritten += node.is_resident
         if node.parent is not None:
             node.parent.num_stored_children -= 1
             self._offer(node.parent)
@@ -276,6 +292,7 @@ class NodeIndex:
             node.stored_bytes = node.num_stored_children = 0
         self._expiry = None
         self.num_stored = self.stored_bytes = 0
+        self.num_unwritten = sum(node.is_resident for node in self.nodes.values())
         self.dirty = dict(self.nodes)
         self.removed.clear()
         self.dropped_bytes.clear()
@@ -354,8 +371,12 @@ class NodeIndex:
         return num_removed
 
     def collect_namespaces(self, keep_fingerprint: bytes) -> int:
-        """Mark everything that was computed under another fingerprint for removal; the number of nodes."""
-        foreign = {root for root, namespace in self.namespaces.items() if namespace.fingerprint != keep_fingerprint}
+        """Mark everything that was computed under another fingerprint, or under a salt as 0.1.0 kept it, for removal; the number of nodes."""
+        foreign = {
+            root
+            for root, namespace in self.namespaces.items()
+            if namespace.fingerprint != keep_fingerprint or not may_be_asked(namespace.tenant_salt)
+        }
         if not foreign:
             return 0
         for name in [name for name, leaf in self.pins.items() if self.nodes[leaf].root in foreign]:
@@ -419,7 +440,8 @@ class NodeIndex:
     def _renew(self, gone: IndexNode) -> None:
         node = self.insert(*gone.names())
         if node is not None:  # of an ambiguous hash nothing is kept
-            node.block_id, node.origin, node.uses, node.last_use_unix_s = gone.block_id, gone.origin, gone.uses, gone.last_use_unix_s
+            node.origin, node.uses, node.last_use_unix_s = gone.origin, gone.uses, gone.last_use_unix_s
+            self.set_block(node, gone.block_id)
 
     def _is_expendable(self, node: IndexNode) -> bool:
         return not (node.num_children or node.is_resident or node.stored_bytes or node.num_pins or node.queued)
@@ -427,6 +449,7 @@ class NodeIndex:
     def _remove(self, node: IndexNode) -> None:
         if node.stored_bytes:
             self.drop_bytes(node)
+        self.num_unwritten -= node.is_resident
         del self.nodes[node.block_hash]
         self.dirty.pop(node.block_hash, None)
         self.removed.add(node.block_hash)

@@ -15,13 +15,14 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from crc32c import crc32c
 
+from kvd.cache.tenants import pin_salt
 from kvd.commands import Recipe, RecipeDurable
 from kvd.observe.failpoints import declare
 from kvd.storage.codec import PLAIN, Codec
@@ -189,7 +190,7 @@ class RecipeStore:
         self._codec = codec
         self._inbox = inbox
         self._log = log
-        found = read_recipes(state_dir, codec)
+        found = _with_salts_of_today(read_recipes(state_dir, codec))
         self.notes = tuple(f"a file of the recipes (pins) was set aside: {damaged}" for damaged in found.damaged)
         self.fault = ""
         for damaged in found.damaged:
@@ -356,6 +357,14 @@ class RecipeStore:
         if not self.fault:
             self._log.error("recipes.failed", error=fault_sentence(error))
         self.fault = f"{fault_sentence(error)}: the recipes (pins) on disk can't be written, or are not as they should be"
+
+
+def _with_salts_of_today(found: Found[dict[str, Recipe]]) -> Found[dict[str, Recipe]]:
+    """What was found, for ``restore_recipes`` to write anew if 0.1.0 wrote a salt of it: no request would have that one."""
+    recipes = {
+        name: msgspec.structs.replace(recipe, tenant_salt=pin_salt(name, recipe.tenant_salt)) for name, recipe in (found.value or {}).items()
+    }
+    return found if recipes == (found.value or {}) else replace(found, value=recipes, num_copies=0)
 
 
 def _tenants(recipes: dict[str, Recipe]) -> set[bytes]:

@@ -10,6 +10,7 @@ import pytest
 from storage_harness import BLOCK_TOKENS, ROW_BYTES, World, chain_of, crash, prompt, row_of
 
 from kvd.cache.hashing import Namespace
+from kvd.cache.tenants import tenant_salt
 from kvd.commands import Recipe
 from kvd.observe import failpoints
 from kvd.storage import persistence, planner, schema, store_thread
@@ -155,7 +156,7 @@ def test_bytes_of_another_model_are_never_used_and_are_collected(tmp_path):
 
 def test_tenants_do_not_share(tmp_path):
     world = World(tmp_path)
-    tenant = Namespace(b"f" * 32, b"salt")
+    tenant = Namespace(b"f" * 32, tenant_salt("", b"salt"))
     for _ in range(2):
         world.ask(prompt(0, 81), tenant)
     world.stop()
@@ -163,6 +164,32 @@ def test_tenants_do_not_share(tmp_path):
     assert world.report.num_blocks == 5
     assert world.ask(prompt(0, 81)) == 0
     assert world.ask(prompt(0, 81), tenant) == 80
+    world.stop()
+
+
+def test_what_0_1_0_kept_under_a_salt_is_collected_and_its_pin_belongs_to_requests_again(tmp_path):
+    """It put the client's bytes into the namespace, where no request looks for them now, and no forget."""
+    world = World(tmp_path)
+    old, new = Namespace(b"f" * 32, b"night"), Namespace(b"f" * 32, tenant_salt("", b"night"))
+    for _ in range(2):
+        world.ask(prompt(0, 81), old)
+    world.cache.pin("rules", prompt(0, 80), old)
+    world.tick()
+    world.storage.recipe_book.put(b"recipe", Recipe(name="rules", token_ids=prompt(0, 80), tokenizer_digest=b"", tenant_salt=b"night"))
+    assert not world.wait_for(b"recipe").error
+    assert not world.checkpoint().error
+    assert world.stop()
+    world = World(tmp_path)
+    assert (world.report.num_blocks, world.report.pins_pending) == (0, ("rules",)), "to be computed under the new salt"
+    recipe = world.storage.recipe_book.recipes()["rules"]
+    assert recipe.tenant_salt == new.tenant_salt
+    for _ in range(2):
+        world.ask(prompt(0, 81), new)
+    world.cache.pin("rules", recipe.token_ids, new)
+    assert world.stop()
+    assert {entry["tenant_salt"] for entry in dump_store(tmp_path) if entry["kind"] == "namespace"} == {new.tenant_salt.hex()}
+    world = World(tmp_path)
+    assert (world.report.num_blocks, world.report.pins_pending) == (5, ())
     world.stop()
 
 

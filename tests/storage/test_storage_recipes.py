@@ -7,9 +7,11 @@ import struct
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from crc32c import crc32c
 
+from kvd.cache.tenants import tenant_salt
 from kvd.commands import Recipe
 from kvd.observe import failpoints
 from kvd.storage import recipes as module
@@ -356,3 +358,42 @@ def test_the_number_of_recipes_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_RECIPES", 2)
     commands = write(tmp_path, "a", "b", "c")
     assert [bool(command.error) for command in commands] == [False, False, True]
+
+
+def written_by_0_1_0(generation: int, *recipes: dict) -> bytes:
+    payload = msgspec.msgpack.encode([{"tokenizer_digest": b"d" * 32, "template_args": {}, "adapter": b"", **each} for each in recipes])
+    body = struct.pack("<8sIQQ", b"KVDRCP\r\n", 1, generation, len(payload)) + payload
+    return body + struct.pack("<I", crc32c(body))
+
+
+def test_salts_as_0_1_0_kept_them_become_those_that_requests_have(tmp_path):
+    """It stated the client's own bytes. No request has such a salt any more, and no forget would find the pin."""
+    tokens = b"\1\0\0\0" * 20
+    (tmp_path / "recipes").mkdir()
+    old = [{"name": "salted", "token_ids": tokens, "tenant_salt": b"night"}, {"name": "plain", "token_ids": tokens, "tenant_salt": b""}]
+    for generation in (6, 7):
+        (tmp_path / "recipes" / f"recipes.{generation}").write_bytes(written_by_0_1_0(generation, *old))
+    expected = {"salted": tenant_salt("", b"night"), "plain": b""}
+    for _ in range(2):
+        store = RecipeStore(tmp_path, inbox=Inbox(), log=Log())
+        assert {name: each.tenant_salt for name, each in store.recipes().items()} == expected
+        generation = store.generation
+        assert store.close(10)
+        found = read_recipes(tmp_path)
+        assert {name: each.tenant_salt for name, each in found.value.items()} == expected, "durable before anything is served"
+        assert found.is_settled
+    assert found.highest == generation == 9, "once"
+
+
+def test_of_tenants_pins_the_salts_stay(tmp_path):
+    inbox = Inbox()
+    store = RecipeStore(tmp_path, inbox=inbox, log=Log())
+    kept = {"acme/a": tenant_salt("acme", b""), "acme/b": tenant_salt("acme", b"night"), "c": tenant_salt("", b"night"), "d": b""}
+    for name, salt in kept.items():
+        store.put(name.encode(), recipe(name, tenant_salt=salt))
+    assert store.close(10)
+    generation = read_recipes(tmp_path).highest
+    store = RecipeStore(tmp_path, inbox=inbox, log=Log())
+    assert {name: each.tenant_salt for name, each in store.recipes().items()} == kept
+    assert store.close(10)
+    assert read_recipes(tmp_path).highest == generation, "nothing was written"

@@ -14,6 +14,7 @@ import pytest
 from storage_harness import BLOCK_TOKENS, FINGERPRINT, World, chain_of, crash, prompt, row_of
 
 from kvd.cache.hashing import Namespace, block_hash
+from kvd.cache.tenants import tenant_salt
 from kvd.cli import app
 from kvd.cli.exits import Exit
 from kvd.commands import Recipe
@@ -37,7 +38,7 @@ from kvd.wal.record import Forget, Insert, Pin, Unpin, WalDamageError, decode_re
 pytestmark = pytest.mark.store
 
 MASTER = b"m" * 32
-SALTED = Namespace(FINGERPRINT, tenant_salt=b"the tenant's salt")
+SALTED = Namespace(FINGERPRINT, tenant_salt("", b"the tenant's salt"))
 TOKENS = pack_tokens(range(7000, 7000 + BLOCK_TOKENS))
 GROUP = KvGroup("target", 200, b"g" * 32)
 
@@ -254,15 +255,15 @@ def test_what_is_known_of_salts_is_bounded_however_many_clients_choose(tmp_path,
     world = World(state, num_blocks=16, store_encryption_key_file=key_file)
     planner, codec = world.storage._running.planner, world.storage._encryption.codec
     for number in range(120):
-        world.ask(prompt(number, 17), Namespace(FINGERPRINT, b"salt %d" % number))
+        world.ask(prompt(number, 17), Namespace(FINGERPRINT, tenant_salt("", b"salt %d" % number)))
     for _ in range(2):  # one is used again, and stays
-        world.ask(prompt(0, 17), Namespace(FINGERPRINT, b"salt 0"))
+        world.ask(prompt(0, 17), Namespace(FINGERPRINT, tenant_salt("", b"salt 0")))
     assert not world.checkpoint().error
     world.until(lambda: not planner._mail and len(codec._salts) < 60 and len(planner._logged_roots) < 60)
     assert not world.storage.status()["degraded"]
     assert world.stop()
     world = World(state, num_blocks=16, store_encryption_key_file=key_file)
-    assert world.ask(prompt(0, 17), Namespace(FINGERPRINT, b"salt 0")) == 16
+    assert world.ask(prompt(0, 17), Namespace(FINGERPRINT, tenant_salt("", b"salt 0"))) == 16
     assert world.storage.status()["damage"] == []
     world.stop()
 
