@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from kvd.cli.exits import CommandError, Exit, exit_of_failure
 from kvd.cli.interrupts import end_at_once, raise_again
@@ -103,7 +104,12 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Time for the whole command; $KVD_TIMEOUT.",
     )
     @click.option("--wait", is_flag=True, help="Wait, at most --timeout, for a daemon that is not there yet or not ready.")
-    @click.option("--server-key", metavar="KEY", envvar="KVD_SERVER_KEY", help="The daemon's public CURVE key (Z85); $KVD_SERVER_KEY.")
+    @click.option(
+        "--server-key",
+        metavar="KEY",
+        envvar="KVD_SERVER_KEY",
+        help="The daemon's public CURVE key (Z85), of a tcp endpoint; $KVD_SERVER_KEY.",
+    )
     @click.option(
         "--client-key-file",
         metavar="FILE",
@@ -115,9 +121,31 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(
         *, connect: str | None, timeout_s: float, wait: bool, server_key: str | None, client_key_file: Path | None, **rest: Any
     ) -> Any:
+        if _is_ipc(connect):
+            _refuse_typed_keys(connect)
+            server_key = client_key_file = None
         return command(target=Target(connect, timeout_s, wait, server_key, client_key_file), **rest)
 
     return wrapped
+
+
+def _is_ipc(connect: str | None) -> bool:
+    from kvd_client.endpoints import default_endpoint
+
+    return (connect or default_endpoint()).startswith("ipc://")
+
+
+def _refuse_typed_keys(connect: str | None) -> None:
+    """CURVE keys of the environment are for the tcp endpoints that a shell talks to as well; one that was typed is meant.
+
+    Raises:
+        UsageError: it was.
+    """
+    context = click.get_current_context()
+    for name in ("server_key", "client_key_file"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            where = connect or "the default endpoint (ipc)"
+            raise click.UsageError(f"--{name.replace('_', '-')} is for tcp endpoints; {where} takes no CURVE keys")
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,10 @@ from kvd.cli.exits import Exit
 from kvd.cli.output import print_facts, print_json, print_rows
 from kvd.cli.units import human_duration, human_size
 
-_GOVERNOR_PARTS = ("governor", "waiting_blocks", "waiting_bytes")
+_LINES_OF_THEIR_OWN = frozenset(
+    {"governor", "waiting_blocks", "waiting_bytes", "unwritten_blocks", "refused_blocks", "max_block_bytes", "max_bytes"}
+)
+"""Of the store's part: they are put in words."""
 GOVERNORS = MappingProxyType(
     {
         "none": "nothing holds copies to disk back",
@@ -87,9 +90,14 @@ def _status_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if blocks := report.get("blocks"):
         yield "blocks", _list(blocks)
     if store := report.get("store"):
-        yield "store", _list({key: value for key, value in store.items() if key not in _GOVERNOR_PARTS})
+        yield "store", _list({key: value for key, value in store.items() if key not in _LINES_OF_THEIR_OWN})
         if governor := store.get("governor"):
             yield "governor", _governor(governor, store)
+        if "max_block_bytes" in store:
+            room = f"{human_size(store['max_block_bytes'])} of {human_size(store.get('max_bytes', 0))} (store_max_bytes)"
+            yield "disk budget", f"blocks may take {room}, and take {human_size(store.get('bytes', 0))}"
+        if "unwritten_blocks" in store:
+            yield "not on disk", _unwritten(store)
     if rehydration := report.get("rehydration"):
         yield "rehydration", _list({key: value for key, value in rehydration.items() if key not in {"dropped", "pins_not_held"}})
         if dropped := rehydration.get("dropped"):
@@ -104,6 +112,14 @@ def _governor(name: str, store: Mapping[str, Any]) -> str:
     return f"{name}: {GOVERNORS.get(name, 'holds copies back')}; {waiting}"
 
 
+def _unwritten(store: Mapping[str, Any]) -> str:
+    """How much a crash would cost, and what would spare it."""
+    text = f"{store['unwritten_blocks']} of the blocks in memory"
+    if refused := store.get("refused_blocks"):
+        text += f"; {refused} hot ones found no room under store_max_bytes"
+    return text
+
+
 def _list(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{_label(name)} {_shown(name, value)}" for name, value in values.items() if value not in (None, ""))
 
@@ -113,15 +129,20 @@ def _label(name: str) -> str:
 
 
 def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
-        if name.endswith("bytes"):
-            return human_size(value)
-        if name.endswith(("_s", "seconds")):
+        is_rate = name.endswith("_per_s")
+        if name.removesuffix("_per_s").endswith("bytes"):
+            return f"{human_size(value)}/s" if is_rate else human_size(value)
+        if name.endswith(("_s", "seconds")) and not is_rate:
             return human_duration(value)
         return f"{value:g}" if isinstance(value, float) else str(value)
-    return _list(value) if isinstance(value, Mapping) else str(value)
+    if isinstance(value, list):
+        return "; ".join(map(str, value)) or "none"
+    return (_list(value) if isinstance(value, Mapping) else str(value)) or "none"
 
 
 def _rate(name: str, rates: Mapping[str, float]) -> str:

@@ -37,6 +37,8 @@ class HotBlocks:
         self._dwelling: OrderedDict[BlockHash, tuple[IndexNode, float]] = OrderedDict()
         """With the time from which on each may be written; the oldest first, for all dwell equally long."""
         self._under_way: set[BlockHash] = set()
+        self._refused: set[BlockHash] = set()
+        """Those that found no room on disk; each gets another try with its next use."""
         self.everything = False
 
     @property
@@ -46,6 +48,10 @@ class HotBlocks:
     @property
     def num_under_way(self) -> int:
         return len(self._under_way)
+
+    @property
+    def num_refused(self) -> int:
+        return len(self._refused)
 
     @property
     def num_dwelling(self) -> int:
@@ -65,12 +71,14 @@ class HotBlocks:
             if not node.queued or self._waiting.pop(key, None) is not None:
                 self._dwelling.pop(key, None)
                 node.queued = True
+                self._refused.discard(key)
                 self._waiting_pinned[key] = node
         elif node.queued:
             return
         elif self._is_hot(node):
             self._dwelling.pop(key, None)
             node.queued = True
+            self._refused.discard(key)
             self._waiting[key] = node
         elif self._policy is WritePolicy.SELECTIVE and len(self._dwelling) < MAX_DWELLING:
             self._dwelling.setdefault(key, (node, now_s + self._dwell_s))
@@ -83,6 +91,7 @@ class HotBlocks:
     def discard(self, node: IndexNode) -> bool:
         """The node has left memory; whether it waited to be written."""
         self._dwelling.pop(node.block_hash, None)
+        self._refused.discard(node.block_hash)
         waited = self._waiting.pop(node.block_hash, None) or self._waiting_pinned.pop(node.block_hash, None)
         if waited is None:
             return False
@@ -117,12 +126,19 @@ class HotBlocks:
         if node is not None and block_hash not in self._waiting and block_hash not in self._waiting_pinned:
             node.queued = False
 
+    def refuse(self, node: IndexNode) -> None:
+        """There is no room on disk for a block that was under way."""
+        self.release(node.block_hash, node)
+        if node.is_resident:
+            self._refused.add(node.block_hash)
+
     def clear_waiting(self) -> None:
         for queue in (self._waiting, self._waiting_pinned):
             for node in queue.values():
                 node.queued = False
             queue.clear()
         self._dwelling.clear()
+        self._refused.clear()
 
     def pending(self) -> set[BlockHash]:
         """Every block that waits or is under way."""

@@ -394,6 +394,7 @@ class Storage:
         """The ``store`` part of the status report."""
         running = self._running
         ring = self._encryption.ring
+        kind = {"durability": self._config.durability, "encrypted": ring is not None}
         fault = self._guard.fault or (self._recipes.fault if self._recipes is not None else "") or (ring.fault if ring is not None else "")
         if running is None:
             return {
@@ -401,6 +402,7 @@ class Storage:
                 "blocks": 0,
                 "bytes": 0,
                 "wal_bytes": 0,
+                **kind,
                 "last_checkpoint_age_s": None,
                 "degraded": bool(fault),
                 "reason": fault or "off",
@@ -418,6 +420,11 @@ class Storage:
             "governor": running.governor.state.value,
             "waiting_blocks": planner.num_waiting,
             "waiting_bytes": planner.num_waiting * running.budget.block_bytes,
+            "unwritten_blocks": index.num_unwritten,
+            "refused_blocks": planner.num_refused,
+            "max_block_bytes": running.budget.max_block_bytes,
+            "max_bytes": self._config.store_max_bytes,
+            **kind,
             "last_checkpoint_age_s": None if last_s is None else round(self._clock.monotonic() - last_s, 3),
             "degraded": bool(reason),
             "reason": reason,

@@ -145,6 +145,11 @@ class Planner:
         """Blocks that are to be written and that no copy has been begun of."""
         return self._hot.num_waiting + len(self._requests.wanted)
 
+    @property
+    def num_refused(self) -> int:
+        """Hot blocks in memory that found no room on disk."""
+        return self._hot.num_refused
+
     # -------------------------------------------------------------------------------- engine thread
 
     def observe(self, events: Sequence[CacheEvent]) -> None:
@@ -268,7 +273,7 @@ class Planner:
         if node.is_suspect and event.origin is not BlockOrigin.RESTORED:
             node.is_suspect = False
             index.drop_bytes(node)
-        node.block_id = event.block_id
+        index.set_block(node, event.block_id)
         node.origin = event.origin.value
         self._touch(node)
 
@@ -287,7 +292,7 @@ class Planner:
     def _removed(self, event: BlockRemoved) -> None:
         node = self._index.nodes.get(event.block_hash)
         if node is not None and node.block_id == event.block_id:
-            node.block_id = BlockId(-1)
+            self._index.set_block(node, BlockId(-1))
             if self._hot.discard(node):
                 self._operations.settle(node.block_hash)
                 self.counters.num_evicted_unwritten += 1
@@ -448,13 +453,13 @@ class Planner:
             if self._bounds.make_room(node, self._now_s):
                 granted.append(node)
                 continue
-            self._hot.release(node.block_hash, node)
+            self._hot.refuse(node)
             self._operations.settle(node.block_hash, "the disk budget has no room for all pins" if node.num_pins else "")
             num_refused += 1
         self.counters.num_refused_blocks += num_refused
         if self._hot.num_waiting:
             self._governor.hold_grants(HeldBy.IN_FLIGHT)
-        elif num_refused or self._bounds.had_no_room(self._now_s):
+        elif num_refused or self._bounds.had_no_room(self._now_s) or (self._hot.num_refused and not self._bounds.has_free_room()):
             self._governor.hold_grants(HeldBy.DISK, num_refused)
         else:
             self._governor.hold_grants(HeldBy.NONE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import types
 
@@ -45,7 +46,12 @@ STATS = {
     "uptime_s": 10.0,
     "scheduler": {"prefill_tokens": 120},
     "transport": {"prefill_tokens": 7},
-    "store": {"wal_bytes": 2048},
+    "store": {
+        "wal_bytes": 2048,
+        "cold_bytes_per_s": 3 << 30,
+        "prefill_tokens_per_s": 1663,
+        "cold_latency_ms": None,
+    },
     "rates_per_s": {"prefill_tokens": 12.5},
     "rates_window_s": 9.6,
 }
@@ -449,6 +455,23 @@ def test_human_status_says_in_words_what_holds_copies_back(stub, capsys, monkeyp
     assert "waiting" not in lines["store"]
 
 
+def test_human_status_says_what_is_not_on_disk_and_why(stub, capsys, monkeypatch):
+    values = {"unwritten_blocks": 300, "refused_blocks": 0, "max_block_bytes": 39 << 20, "max_bytes": 80 << 20, "encrypted": True, "damage": []}
+    for key, value in values.items():
+        monkeypatch.setitem(STATUS["store"], key, value)
+
+    def lines() -> dict[str, str]:
+        assert app.main(["status"]) == 0
+        return dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+
+    shown = lines()
+    assert shown["not on disk"] == "300 of the blocks in memory"
+    assert shown["disk budget"] == "blocks may take 39.0 MiB of 80.0 MiB (store_max_bytes), and take 3.0 MiB"
+    assert shown["store"].endswith("degraded no, encrypted yes, damage none")
+    monkeypatch.setitem(STATUS["store"], "refused_blocks", 217)
+    assert lines()["not on disk"] == "300 of the blocks in memory; 217 hot ones found no room under store_max_bytes"
+
+
 def test_human_stats_and_prefixes(stub, capsys):
     assert app.main(["stats"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -456,6 +479,9 @@ def test_human_stats_and_prefixes(stub, capsys):
     assert ["scheduler.prefill_tokens", "120", "12.5"] in rows
     assert ["transport.prefill_tokens", "7", "-"] in rows, "a rate belongs to the counter of its own room"
     assert ["store.wal_bytes", "2.0", "KiB", "-"] in rows
+    assert ["store.cold_bytes_per_s", "3.0", "GiB/s", "-"] in rows
+    assert ["store.prefill_tokens_per_s", "1663", "-"] in rows
+    assert ["store.cold_latency_ms", "-", "-"] in rows, "not measured yet"
     assert app.main(["prefixes"]) == 0
     text = capsys.readouterr().out
     assert "1 pins" in text
@@ -479,6 +505,26 @@ def test_where_to_connect_and_how_long(stub, monkeypatch):
     assert app.main(["status", "--timeout", "100", "--wait"]) == 0
     assert stub.made["endpoint"] == "ipc:///env"
     assert stub.made["connect_timeout_s"] == 100
+
+
+def test_curve_keys_of_the_environment_are_for_tcp_endpoints(stub, monkeypatch, capsys):
+    monkeypatch.setenv("KVD_SERVER_KEY", "k" * 40)
+    monkeypatch.setenv("KVD_CLIENT_KEY_FILE", "/keys/client.key_secret")
+    assert app.main(["status", "--connect", "tcp://127.0.0.1:1"]) == 0
+    assert (stub.made["server_key"], str(stub.made["client_key_file"])) == ("k" * 40, "/keys/client.key_secret")
+    for arguments in ([], ["--connect", "ipc:///here"]):
+        assert app.main(["status", *arguments]) == 0
+        assert (stub.made["server_key"], stub.made["client_key_file"]) == (None, None)
+    monkeypatch.setenv("KVD_CONNECT", "tcp://127.0.0.1:1")
+    assert app.main(["status"]) == 0
+    assert stub.made["server_key"] == "k" * 40
+
+
+@pytest.mark.parametrize("flag", ["--server-key", "--client-key-file"])
+def test_a_curve_key_that_was_typed_for_an_ipc_endpoint_is_an_error_that_says_so(stub, capsys, flag):
+    assert app.main(["status", "--connect", "ipc:///here", flag, "k" * 40]) == Exit.USAGE
+    assert f"{flag} is for tcp endpoints; ipc:///here takes no CURVE keys" in capsys.readouterr().err
+    assert stub.calls == []
 
 
 @pytest.mark.parametrize("state", ["starting", "rehydrating", "draining"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -115,6 +117,27 @@ def test_what_is_in_memory_pinned_or_on_disk_is_never_trimmed():
     add_chain(index, 2, 0)
     assert index.trim(0) == 1
     assert set(index.nodes.values()) == {resident, pinned, stored}
+
+
+def test_blocks_in_memory_that_are_not_on_disk_are_counted_whatever_happens_to_them():
+    index = NodeIndex(100)
+    for first in range(3):
+        add_chain(index, first, 0, 1)
+    random = Random(3)
+    for _ in range(2000):
+        node = random.choice(list(index.nodes.values()))
+        match random.randrange(8):
+            case 0 | 1 | 2:
+                index.set_block(node, BlockId(random.choice([-1, 3, 4])))
+            case 3 | 4 | 5:
+                index.set_stored(node, 100)
+            case 6:
+                index.drop_bytes(node)
+            case 7 if random.random() < 0.02:
+                index.forget_stored()
+        assert index.num_unwritten == sum(each.is_unwritten for each in index.nodes.values())
+    assert index.collect_namespaces(b"g" * 32) == 9
+    assert index.num_unwritten == 0
 
 
 def test_a_namespace_without_nodes_goes_with_its_last_one():

@@ -216,6 +216,35 @@ def test_a_full_budget_names_itself(tmp_path):
     world.stop()
 
 
+def test_hot_blocks_that_found_no_room_are_told_for_as_long_as_they_are_in_memory(tmp_path):
+    world = World(tmp_path, write_policy="through", store_max_bytes=8 << 20, num_blocks=100, row_bytes=100_000, checkpoint_interval_s=0.05)
+    favourites = [prompt(number, 161) for number in range(6)]
+    for favourite in favourites * 4:
+        world.ask(favourite)
+    world.until(lambda: world.storage.status()["waiting_blocks"] == 0 and world.storage.stats()["blocks_under_way"] == 0)
+    for number in range(20, 23):  # worth less than any that is there
+        world.ask(prompt(number, 161))
+    world.until(lambda: world.storage.status()["refused_blocks"] > 0)
+    end = time.monotonic() + 0.5  # long after the moment of the refusal
+    world.until(lambda: time.monotonic() > end)
+    status = world.storage.status()
+    assert status["governor"] == "disk"
+    assert status["refused_blocks"] <= status["unwritten_blocks"] == len(resident_unwritten(world)) > 0
+    assert status["bytes"] <= status["max_block_bytes"] < status["max_bytes"] == 8 << 20
+    for number in range(30, 50):  # everything of before leaves memory
+        world.ask(prompt(number, 161))
+    world.until(lambda: not world.storage._running.planner._mail)
+    status = world.storage.status()
+    assert status["unwritten_blocks"] == len(resident_unwritten(world))
+    refused = world.storage._running.planner._hot._refused
+    assert refused <= {node.block_hash for node in resident_unwritten(world)}, "what is not in memory any more is not counted"
+    world.stop()
+
+
+def resident_unwritten(world: World) -> list:
+    return [node for node in world.storage._running.recovered.index.nodes.values() if node.is_unwritten]
+
+
 def test_a_block_that_left_memory_before_its_turn_is_counted(tmp_path):
     world = World(tmp_path, num_blocks=16, write_policy="through", checkpoint_pause_queue_depth=1, checkpoint_bytes_per_step=ROW_BYTES)
     world.storage.set_queue_depth(2)
