@@ -108,6 +108,11 @@ class Generations:
         self._sweep()
         self._bound_aside()
 
+    @property
+    def has_current(self) -> bool:
+        """Whether the generation that CURRENT names is there."""
+        return not self._is_new and self._directory().is_dir()
+
     def open(self, now_unix_s: int) -> Store:
         """Open the current generation, for reading alone where it can't be written; a fresh one if there is none that may be used.
 
@@ -116,7 +121,7 @@ class Generations:
             StoreBlockedError, StoreDamagedError, OSError: not even a fresh one can be made.
         """
         directory = self._directory()
-        if self._is_new or not directory.is_dir():
+        if not self.has_current:
             if os.path.lexists(directory) and not self._is_new:
                 self.damage.append(f"{directory} is no folder")
             return self.create_fresh(now_unix_s)

@@ -252,7 +252,8 @@ class Storage:
         chains = recompute_candidates(index, reachable, loaded.in_memory, room) if recompute_pins else []
         pending = tuple(name for name, chain in self._pin_chains if not all(key in loaded.in_memory for key in chain))
         running.store.start()
-        running.planner.start(running.store, degraded_reason=running.recovered.store_error, generation_lost=running.recovered.store is None)
+        lost = running.recovered.store is None and not running.recovered.is_unread
+        running.planner.start(running.store, degraded_reason=running.recovered.store_error, generation_lost=lost)
         if running.cold_tier is not None:
             running.cold_tier.start(loaded.num_bytes, time.monotonic() - started_s)
         running.is_started = True

@@ -27,6 +27,7 @@ from kvd.storage.node_forgetting import ForgetNodes, NodeForgetting
 from kvd.storage.node_index import IndexNode, NodeIndex
 from kvd.storage.operations import OnDone, Operations
 from kvd.storage.ports import Clock, Log, StorageInbox
+from kvd.storage.recovery import absorb
 from kvd.storage.store_thread import Committed, Degraded, Discarded, Result, Resumed, StoreThread
 from kvd.types import BlockHash, BlockId
 from kvd.wal.record import Insert, Pin, Unpin
@@ -369,8 +370,10 @@ class Planner:
         self._operations.fail(f"the store is degraded: {reason}")
         self._set_eager()
 
-    def _resumed(self, _: Resumed) -> None:
+    def _resumed(self, result: Resumed) -> None:
         self.degraded_reason = ""
+        if result.late is not None:
+            absorb(self._index, result.late)
         self._next_checkpoint_s = self._clock.monotonic()
         if self._wants_room:  # free pages let the file go on without growing
             self._wants_room = False

@@ -34,11 +34,15 @@ WAL_NAME = "wal"
 
 @dataclass(slots=True)
 class Recovered:
-    """The state directory as found. ``store`` None: no generation could be opened or made, ``store_error`` says why."""
+    """The state directory as found. ``store`` None: no generation could be opened or made, ``store_error`` says why.
+
+    ``is_unread``: there is one, and nothing is wrong with it, but it can't even be read at the moment (no descriptors, no memory). It may be later.
+    """
 
     generations: Generations
     store: Store | None
     store_error: str
+    is_unread: bool
     index: NodeIndex
     applied_lsn: int
     log: RepairReport
@@ -74,15 +78,18 @@ def recover(
     damage: list[str] = []
     if set_store_aside:
         damage.append("the last starts died early: the store was set aside unread")
-    store, store_error = _open(generations, now_unix_s, set_aside=set_store_aside)
+    store, store_error, is_unread = _open(generations, now_unix_s, set_aside=set_store_aside)
     index, num_bad_rows = NodeIndex(budget.block_bytes, uses_half_life_s=uses_half_life_s, now_unix_s=now_unix_s), 0
     if store is not None:
         try:
             num_bad_rows = load_index(index, store, groups)
-        except StoreDamagedError as error:
-            damage.append(str(error))
+        except (StoreBlockedError, StoreDamagedError) as error:
             store.close()
-            store, store_error = _open(generations, now_unix_s, set_aside=True)
+            if isinstance(error, StoreBlockedError):
+                store, store_error, is_unread = None, str(error), True
+            else:
+                damage.append(str(error))
+                store, store_error, is_unread = _open(generations, now_unix_s, set_aside=True)
             index = NodeIndex(budget.block_bytes, uses_half_life_s=uses_half_life_s, now_unix_s=now_unix_s)
     applied_lsn = store.meta.applied_lsn if store is not None else 0
 
@@ -92,7 +99,7 @@ def recover(
 
     log = _replay(state_dir, generations, apply, budget, damage)
     damage += generations.damage
-    return Recovered(generations, store, store_error, index, applied_lsn, log, num_bad_rows, damage)
+    return Recovered(generations, store, store_error, is_unread, index, applied_lsn, log, num_bad_rows, damage)
 
 
 def keep_budget(recovered: Recovered, budget: Budget, groups: Sequence[KvGroup], *, now_unix_s: int) -> None:
@@ -110,6 +117,7 @@ def load_index(index: NodeIndex, store: Store, groups: Sequence[KvGroup]) -> int
 
     Raises:
         StoreDamagedError: the store can't be read.
+        StoreBlockedError: not at the moment.
     """
     codec, bad = store.codec, index.dropped_keys
     num_bad_before = len(bad)
@@ -141,6 +149,25 @@ def load_index(index: NodeIndex, store: Store, groups: Sequence[KvGroup]) -> int
     return num_orphans + num_bad
 
 
+def absorb(index: NodeIndex, stored: NodeIndex) -> None:
+    """Put into ``index``, which has gone on meanwhile, what was loaded from a store that could not be read at the start. Pins are as the recipes had them."""
+    for namespace in stored.namespaces.values():
+        index.add_namespace(namespace)
+    for node in sorted(stored.nodes.values(), key=lambda each: each.depth):
+        is_new = node.block_hash not in index.nodes
+        mine = index.insert(*node.names())
+        if mine is None:  # another block has this hash by now
+            index.dropped_bytes.add(node.block_hash)
+            continue
+        if is_new:
+            mine.uses, mine.last_use_unix_s, mine.origin = node.uses, node.last_use_unix_s, node.origin
+        if node.stored_bytes:
+            index.set_stored(mine, node.stored_bytes)
+    index.dropped_keys |= stored.dropped_keys
+    index.dropped_bytes |= stored.dropped_bytes
+    index.removed |= stored.removed - index.nodes.keys()
+
+
 def adopt_recipes(index: NodeIndex, recipes: dict[str, Recipe], fingerprint: bytes, block_bytes: int) -> list[list[BlockHash]]:
     """Make the index's pins those of the recipes, which are the truth; the chains of blocks that the recipes stand for, by priority.
 
@@ -159,16 +186,17 @@ def adopt_recipes(index: NodeIndex, recipes: dict[str, Recipe], fingerprint: byt
     return chains
 
 
-def _open(generations: Generations, now_unix_s: int, *, set_aside: bool) -> tuple[Store | None, str]:
+def _open(generations: Generations, now_unix_s: int, *, set_aside: bool) -> tuple[Store | None, str, bool]:
+    """The store or why there is none, and whether there is one that can't be read yet."""
     try:
         if set_aside:
             generations.set_aside()
         store = generations.open(now_unix_s)
     except (StoreBlockedError, StoreDamagedError) as error:
-        return None, str(error)
+        return None, str(error), isinstance(error, StoreBlockedError) and not set_aside and generations.has_current
     except OSError as error:
-        return None, fault_sentence(error)
-    return store, store.blocked_by
+        return None, fault_sentence(error), False
+    return store, store.blocked_by, False
 
 
 def _replay(

@@ -12,10 +12,12 @@ from kvd.storage.copy_out import CopyOut, CopyRequests
 from kvd.storage.governor import Governor
 from kvd.storage.hot_blocks import WritePolicy
 from kvd.storage.load_cost import LoadCost
+from kvd.storage.node_index import NodeIndex
 from kvd.storage.planner import Planner
 from kvd.storage.ports import BlockIO, Clock, Leases, Log, StorageInbox
-from kvd.storage.recovery import WAL_NAME, Recovered
+from kvd.storage.recovery import WAL_NAME, Recovered, load_index
 from kvd.storage.staging import StagingPool
+from kvd.storage.store import Store
 from kvd.storage.store_thread import StoreThread
 from kvd.types import KvGroup
 from kvd.wal.writer import WalWriter
@@ -102,6 +104,12 @@ def assemble(
         clock=clock,
         log=log,
     )
+
+    def read_late(store: Store) -> NodeIndex:
+        found = NodeIndex(budget.block_bytes, uses_half_life_s=config.uses_half_life_s, now_unix_s=int(clock.unix()))
+        load_index(found, store, groups)
+        return found
+
     store = StoreThread(
         recovered.generations,
         recovered.store,
@@ -110,6 +118,7 @@ def assemble(
         commit_bytes=budget.commit_bytes,
         clock=clock,
         on_result=planner.on_result,
+        read_late=read_late if recovered.is_unread else None,
     )
     copy_out = CopyOut(
         requests,

@@ -24,6 +24,7 @@ from kvd.cache.hashing import Namespace
 from kvd.observe.failpoints import declare
 from kvd.storage.errors import NamespaceGoneError, StorageError, StoreBlockedError, StoreDamagedError, StoreMapFullError, StorePanickedError
 from kvd.storage.generations import Generations
+from kvd.storage.node_index import NodeIndex
 from kvd.storage.ports import Clock
 from kvd.storage.schema import NodeRow
 from kvd.storage.staging import StagingBuffer, StagingPool
@@ -101,7 +102,9 @@ class Degraded:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Persistence is on again."""
+    """Persistence is on again. ``late``: what the store holds, if it could not be read until now."""
+
+    late: NodeIndex | None = None
 
 
 Result = Committed | Discarded | Degraded | Resumed
@@ -110,7 +113,8 @@ Result = Committed | Discarded | Degraded | Resumed
 class StoreThread:
     """``submit`` and ``stage`` may be called from any thread; results come through ``on_result`` on this thread.
 
-    ``store`` None: none could be opened at the start, or for reading alone: the thread begins degraded.
+    ``store`` None, or for reading alone: the thread begins degraded. ``read_late``: there is one that could not be read yet, and this makes an index of it once
+    it can; without it, none was found or could be made.
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class StoreThread:
         commit_bytes: int,
         clock: Clock,
         on_result: Callable[[Result], None],
+        read_late: Callable[[Store], NodeIndex] | None = None,
     ) -> None:
         self._generations = generations
         self._store = store
@@ -148,7 +153,8 @@ class StoreThread:
         self._applied_lsn = store.meta.applied_lsn if store is not None else 0
         self._clean = False
         self._is_degraded = store is None or store.readonly
-        self._is_lost = store is None
+        self._read_late = read_late
+        self._is_lost = store is None and read_late is None
         self._must_reopen = False
         self._retry_s = _RETRY_MIN_S
         self._next_probe_s = time.monotonic() + self._retry_s
@@ -383,6 +389,7 @@ class StoreThread:
         self._next_probe_s = time.monotonic() + self._retry_s
         lost = not isinstance(error, StoreBlockedError)
         if lost:
+            self._read_late = None
             store = self._take_store()
             self._is_lost = True
             with contextlib.suppress(Exception):  # what can't be closed or moved now is moved or removed before the next generation is made
@@ -412,6 +419,7 @@ class StoreThread:
             self._txn = store.begin()
             self._txn.put_meta(replace(store.meta, written_unix_s=int(self._clock.unix())))
             self._txn.commit()
+            late = self._read_late(store) if self._read_late is not None else None
         except StoreMapFullError as error:
             # Not even one row fits: nothing can be removed either, and only a fresh generation helps.
             self._degrade(StoreDamagedError(str(error)))
@@ -425,9 +433,9 @@ class StoreThread:
             else:
                 self._degrade(error)
         else:
-            self._txn = None
+            self._txn = self._read_late = None
             self._is_degraded = False
-            self._on_result(Resumed())
+            self._on_result(Resumed(late))
 
     def _writable_store(self) -> Store:
         """The store that is open, the same one opened again if it could not be written, or a fresh one if it was given up.

@@ -42,6 +42,7 @@ ELSEWHERE = {
     "data-sector": "crash/test_crash_loop.py::test_a_sector_that_can_not_be_read_kills_two_starts_and_no_third",
     "data-full": "storage/test_storage_persistence.py::test_a_full_disk_keeps_the_generation_and_heals",
     "data-unwritable": "storage/test_storage_faults.py::test_a_start_that_can_not_open_the_store_for_writing_reads_it",
+    "data-unread": "storage/test_storage_faults.py::test_a_store_that_can_not_even_be_read_at_a_start_stays_and_is_read_once_it_can",
     "data-large": "storage/test_storage_budget.py::test_a_lowered_budget_is_kept_before_anything_is_served",
     "recipes-full": "storage/test_storage_recipes.py::test_a_disk_that_takes_no_recipes_is_reported_once_and_once_when_it_does_again",
     "wal-full": "wal/test_wal_log.py::test_tries_that_fail_leave_no_segments_behind",

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import lmdb
 import pytest
-from storage_harness import ROW_BYTES, World, crash, prompt
+from storage_harness import ROW_BYTES, World, chain_of, crash, prompt
 
+from kvd.cache.tenants import Selection
 from kvd.observe import failpoints
-from kvd.storage import generations, persistence, store_thread
+from kvd.storage import generations, persistence, store, store_thread
 from kvd.storage.errors import StateLockedError, StoreBlockedError, StoreDamagedError, StoreFullError, StoreMapFullError, StorePanickedError
 from kvd.storage.fault_episode import FaultEpisode
 from kvd.storage.lock import StateLock
@@ -191,8 +192,6 @@ def test_a_start_that_can_not_open_the_store_for_writing_reads_it(tmp_path, monk
     ask_hot(world, 0)
     assert not world.checkpoint().error
     crash(world)
-    from kvd.storage import store
-
     blocked, real = {"yes": True}, store._allocate_lock_file
 
     def allocate(directory: Path) -> None:
@@ -214,6 +213,50 @@ def test_a_start_that_can_not_open_the_store_for_writing_reads_it(tmp_path, monk
     assert events(world, "storage.degraded") == events(world, "storage.resumed") == 1
     world.stop()
     assert check_store(tmp_path)["ok"]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
+@pytest.mark.parametrize("where", ["open_regular", "Store.rows"])
+def test_a_store_that_can_not_even_be_read_at_a_start_stays_and_is_read_once_it_can(tmp_path, monkeypatch, number, where):
+    world = World(tmp_path, num_blocks=96)
+    assert world.pin("system", prompt(9, 81)) == "recipe+bytes"
+    ask_hot(world, 0)
+    world.ask(prompt(2, 81))
+    assert not world.checkpoint().error
+    world.stop()
+    blocked = {"yes": True, "tries": 0}
+    owner, name = (Store, "rows") if where == "Store.rows" else (store, where)
+    real = getattr(owner, name)
+
+    def refuses(*arguments, **options):
+        if blocked["yes"]:
+            blocked["tries"] += 1
+            raise StoreBlockedError(f"{errno.errorcode[number].lower()}: refused") if where == "Store.rows" else OSError(number, "refused")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, refuses)
+    world = World(tmp_path, num_blocks=96)
+    status = world.storage.status()
+    assert (world.report.num_blocks, status["blocks"], status["damage"]) == (0, 0, [])
+    assert errno.errorcode[number].lower() in status["reason"]
+    ask_hot(world, 0, 1)
+    assert "degraded" in world.checkpoint().error
+    world.until(lambda: blocked["tries"] > 4)
+    blocked["yes"] = False
+    world.until(lambda: not world.storage.status()["degraded"] and world.storage.status()["blocks"] == 20)
+    running = world.storage._running
+    assert running.recovered.generations.current.generation == 1
+    assert not list((tmp_path / "kv").glob("*.aside"))
+    assert all(running.recovered.index.nodes[key].stored_bytes for key in chain_of(prompt(2, 81), world.namespace))
+    world.storage.forget(b"forget", Selection("", b"", prompt(2, 81)[:64]), {})
+    assert not world.wait_for(b"forget").error
+    crash(world)
+    assert check_store(tmp_path)["ok"]
+    world = World(tmp_path, num_blocks=96)
+    assert world.report.num_blocks == world.storage.status()["blocks"] == 15
+    assert world.ask(prompt(2, 81)) == 0
+    assert [world.ask(prompt(number, 81)) for number in (9, 0, 1)] == [80, 80, 80]
+    world.stop()
 
 
 def test_a_generation_that_can_not_be_moved_is_not_left_beside_the_next_one(tmp_path, monkeypatch):
