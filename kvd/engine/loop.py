@@ -259,7 +259,7 @@ class EngineLoop:
             request_id = getattr(event, "request_id", b"")
             if self._pins.owns(request_id):
                 if isinstance(event, RequestDone | RequestFailed):
-                    self._unsent += self._pins.on_request_event(event)
+                    self._take(self._pins.on_request_event(event))
             elif request_id in self._recomputing:
                 if isinstance(event, RequestDone | RequestFailed):
                     self._recomputing.discard(request_id)

@@ -53,6 +53,8 @@ class _Pending:
     num_blocks: int
     is_superseded: bool = False
     """Its name was unpinned or pinned anew before the start had computed it, or its prefix was forgotten."""
+    is_disturbed: bool = False
+    """A longer prefix was forgotten while it was computed: its blocks may have gone with that, and are computed once more."""
 
 
 def _is_in(selection: Selection, pending: _Pending) -> bool:
@@ -138,6 +140,9 @@ class Pins:
                 pending.is_superseded = True
                 if pending.op_id:
                     events.append(OpFailed(pending.op_id, ErrorCode.NOT_FOUND, "the prefix was forgotten meanwhile"))
+        for pending in self._computing.values():
+            prefix = pending.recipe.token_ids[: pending.num_blocks * self._block_bytes]
+            pending.is_disturbed |= not pending.is_superseded and selection.may_hold(pending.recipe.tenant_salt, prefix)
         for name in recipes:
             self._not_held.pop(name, None)
         return recipes, computing, events
@@ -187,6 +192,11 @@ class Pins:
             return self._fail(pending, ErrorCode.PIN_CAPACITY, str(error))
         if not held and self._is_draining:
             return self._fail(pending, ErrorCode.DRAINING, "the daemon is shutting down")
+        if not held and pending.is_disturbed:
+            pending.is_disturbed = False
+            if pending.op_id:
+                return self._compute(pending, BlockOrigin.COMPUTED, background=False)
+            return self._compute(pending, BlockOrigin.RECOMPUTED, background=True)
         if not held:
             return self._fail(pending, ErrorCode.KV_CAPACITY, "the prefix left the pool before it could be held; raise kv_memory")
         return self._record(pending) if pending.op_id else []

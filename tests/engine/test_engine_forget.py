@@ -95,6 +95,44 @@ def test_pins_on_their_way_are_told_that_their_prefix_was_forgotten():
     ends(life, max_tokens_per_step=8)
 
 
+@pytest.mark.parametrize("num_forgets", [1, 2])
+def test_a_pin_on_its_way_outlives_that_more_than_its_prefix_is_forgotten(num_forgets):
+    """Its blocks lead nowhere but to the forgotten ones, and go with them; nobody was told that they are not wanted."""
+
+    def life(world):
+        yield from world.ready()
+        pin = world.pin("acme/a", SYSTEM[:32], salt=ACME)
+        for _ in range(num_forgets):
+            for _ in range(3):
+                yield
+            assert world.pins.has_open_operations
+            yield from forgotten(world, "acme", ACME, pack_tokens(SYSTEM[:48]))
+            assert pin not in world.client.answers
+        for _ in range(300):
+            if pin in world.client.answers:
+                break
+            world.book.settle()
+            world.store.settle()
+            yield
+        assert world.client.answers[pin].result["blocks"] == 2
+        assert {name: info.num_tokens for name, info in world.cache.pins().items()} == {"acme/a": 32}
+
+    ends(life, max_tokens_per_step=8)
+
+
+def test_a_pin_that_a_start_computes_outlives_that_more_than_its_prefix_is_forgotten():
+    def life(world):
+        for _ in range(4):
+            yield
+        assert world.pins.num_pending == 1
+        yield from forgotten(world, "acme", ACME, pack_tokens(SYSTEM[:48]))
+        yield from world.until(lambda: not world.pins.num_pending)
+        assert set(world.cache.pins()) == {"acme/a"}
+
+    world = World(recipes=[recipe("acme/a", SYSTEM[:32], salt=ACME)], max_tokens_per_step=8)
+    assert world.run(life(world)) is LoopEnd.DRAINED
+
+
 def test_what_is_being_forgotten_can_not_be_pinned_until_that_is_over():
     def life(world):
         yield from world.ready()
