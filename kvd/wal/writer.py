@@ -444,6 +444,8 @@ class WalWriter:
             self._sync()
             self._seal()
         active = self._active.number if self._active is not None else None
+        if self._suspect is not None and self._last_lsns.get(self._suspect.number, 0) <= target:
+            self._suspect = None  # nothing of it has to be written anew
         suspect = self._suspect.number if self._suspect is not None else None
         for number, last_lsn in list(self._last_lsns.items()):
             if last_lsn <= target and number not in {active, suspect}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import struct
@@ -356,6 +357,37 @@ def test_after_a_failed_sync_the_log_goes_on_in_a_new_segment_and_syncs_the_old_
     found, report = repair(wal, tmp_path / "quarantine")
     assert found == list(enumerate(records, 1))
     assert report.damage == []
+
+
+def test_a_segment_given_up_over_another_s_unlinking_goes_once_all_of_it_is_applied(wal, monkeypatch):
+    monkeypatch.setattr(writer_module, "_RETRY_MIN_S", 0.0)
+    failures = [OSError(errno.EIO, "Input/output error")]
+    real = WalWriter._unlink
+
+    def unlink(self, number: int) -> None:
+        if failures:
+            raise failures.pop()
+        real(self, number)
+
+    monkeypatch.setattr(WalWriter, "_unlink", unlink)
+    errors: list[str] = []
+    writer = open_writer(wal, on_error=errors.append)
+    for record in some_records(60):
+        writer.append(record)
+    assert writer.flush(10)
+    assert len(list_segments(wal)) > 1
+    writer.retire(read_segment(*list_segments(wal)[0]).last_lsn)
+    while not errors:
+        time.sleep(0.001)
+    writer.retire(writer.seal())
+    end = time.monotonic() + 10
+    while list_segments(wal):
+        assert time.monotonic() < end, (writer.fault, list_segments(wal))
+        time.sleep(0.001)
+    assert len(errors) == 1
+    assert writer.append(Unpin("x")) == 61
+    assert writer.close(10)
+    assert [each.last_lsn for each in (read_segment(*entry) for entry in list_segments(wal))] == [61]
 
 
 def test_a_crash_between_rewriting_and_unlinking_replays_each_record_once(wal, tmp_path):
