@@ -1,4 +1,4 @@
-"""Who talks to the daemon: one entry for each peer, the longest silent first."""
+"""Who talks to the daemon: one entry for each peer, the longest silent first; and who did, for answers may be under way to them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,16 @@ class Client:
 
 
 class Clients:
-    """At most ``max_clients``, ordered by when they were last heard."""
+    """At most ``max_clients``, ordered by when they were last heard, and as many of those that have left.
+
+    Whoever left goes on where it was when it is heard again: what was begun for it is still answered to its peer.
+    """
 
     def __init__(self, max_clients: int) -> None:
         self._max_clients = max_clients
         self._clients: OrderedDict[bytes, Client] = OrderedDict()
+        self._left: OrderedDict[bytes, Client] = OrderedDict()
+        self._lost: list[Client] = []
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -39,29 +44,54 @@ class Clients:
         """The peer's entry, if it has one."""
         return self._clients.get(peer)
 
+    def last(self, peer: bytes) -> Client | None:
+        """The peer's entry, or the one that it had."""
+        return self._clients.get(peer) or self._left.get(peer)
+
     def hear(self, peer: bytes, caller: Caller, now: float) -> tuple[Client, Client | None]:
-        """The peer has been heard: its entry, and the entry that had to make room for it (already removed)."""
+        """The peer has been heard: its entry, and the entry that had to make room for it (which has left)."""
         client = self._clients.get(peer)
         forgotten = None
         if client is None:
             if len(self._clients) >= self._max_clients:
                 forgotten = self._clients.popitem(last=False)[1]
-            client = self._clients[peer] = Client(peer, now, caller)
+                self._leave(forgotten)
+            client = self._clients[peer] = self._left.pop(peer, None) or Client(peer, now, caller)
         client.last_seen_s = now
         self._clients.move_to_end(peer)
         return client, forgotten
 
     def remove(self, peer: bytes) -> Client | None:
-        """Take the peer's entry out."""
-        return self._clients.pop(peer, None)
+        """The peer leaves: its entry, if it has one."""
+        client = self._clients.pop(peer, None)
+        if client is not None:
+            self._leave(client)
+        return client
+
+    def end(self, peer: bytes) -> None:
+        """The peer is somebody else from now on."""
+        self._clients.pop(peer, None)
+        self._left.pop(peer, None)
+
+    def take_lost(self) -> list[Client]:
+        """Those of whom nothing is known from now on: nothing may be sent to their peers any more, it could be somebody else's."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def take_silent(self, before_s: float) -> list[Client]:
-        """Take out every client not heard since ``before_s``."""
+        """Every client not heard since ``before_s`` leaves."""
         silent = []
         while self._clients:
             peer, client = next(iter(self._clients.items()))
             if client.last_seen_s >= before_s:
                 break
             del self._clients[peer]
+            self._leave(client)
             silent.append(client)
         return silent
+
+    def _leave(self, client: Client) -> None:
+        self._left[client.peer] = client
+        if len(self._left) > self._max_clients:
+            peer = next((peer for peer, each in self._left.items() if not each.num_open), next(iter(self._left)))
+            self._lost.append(self._left.pop(peer))

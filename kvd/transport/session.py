@@ -59,7 +59,7 @@ class Session:
         self._operations = Operations(self._edge, lambda: next(numbers))
         self._text_sizes: dict[int, int] = {}
         self.taken_over: list[bytes] = []
-        """Peers whose connection became another tenant's: the driver drops what still waits for them."""
+        """Peers whose connection became another tenant's, or of whom it would no longer be noticed: the driver drops what still waits for them."""
 
     # -------------------------------------------------------------------------------- out
 
@@ -148,6 +148,7 @@ class Session:
         if client is not None:
             self._count_gone(client, "the connection is gone")
             self._requests.forget_client(client)
+        self._forget_lost()
 
     def on_overflow(self, peer: bytes) -> None:
         """More waits for the peer's socket than may wait: its requests fail."""
@@ -179,24 +180,36 @@ class Session:
             if client.num_open:
                 self._count_gone(client, "it has been silent")
             self._requests.abort_client(client, now)
+        self._forget_lost()
 
     # -------------------------------------------------------------------------------- inside
 
     def _hear(self, peer: bytes, caller: Caller, now: float) -> Client:
-        known = self._clients.get(peer)
+        known = self._clients.last(peer)
         if known is not None and known.caller != caller:
             # Another tenant took the connection over by its routing id: what was begun over it is none of its business.
             self._edge.log.warning("client_taken_over", client=peer, tenant=caller.tenant, of_tenant=known.caller.tenant)
             self.on_gone(peer)
-            self._operations.forget_client(known)
-            self.taken_over.append(peer)
+            self._clients.end(peer)
+            self._forget(known)
         client, forgotten = self._clients.hear(peer, caller, now)
         if forgotten is not None and forgotten.num_open:
             self._count_gone(forgotten, "it made room for another")
             limit = self._edge.config.max_clients
             error = RequestError(ErrorCode.OVERLOADED, f"the daemon talks to {limit} clients at once", retry_after_s=RETRY_AFTER_S)
             self._requests.fail_client(forgotten, error)
+        self._forget_lost()
         return client
+
+    def _forget_lost(self) -> None:
+        for client in self._clients.take_lost():
+            self._forget(client)
+
+    def _forget(self, client: Client) -> None:
+        """Nothing of what it began is told to anybody."""
+        self._requests.forget_client(client)
+        self._operations.forget_client(client)
+        self.taken_over.append(client.peer)
 
     def _count_gone(self, client: Client, reason: str) -> None:
         self._edge.counters.clients_gone += 1

@@ -28,6 +28,7 @@ from kvd.cache.tenants import tenant_salt
 from kvd.commands import Abort as AbortCommand
 from kvd.commands import ForgetPrefixes, PinPrefix, Query, Submit
 from kvd.commands import Unpin as UnpinCommand
+from kvd.transport.bodies import run_text_job
 from kvd.transport.errors import EndpointError, TenantUnknownError
 from kvd.transport.tenants import Caller, caller_of_ipc_peer, caller_of_user_id, user_id
 from kvd.transport.zap import load_curve_keys
@@ -114,6 +115,67 @@ def test_who_takes_a_connection_over_gets_no_answer_of_its_operations():
     send(harness, Prefixes(op_id=request_id(1)), caller=RIVAL, peer=b"one")
     harness.engine_takes()
     assert [type(message) for _, message, _ in harness.received[1:]] == [Result], "its own it gets"
+
+
+LEAVING = {
+    "silent": lambda harness: harness.session.tick(harness.now + 10_000),
+    "gone": lambda harness: harness.session.on_gone(b"one"),
+    "making room": lambda harness: [send(harness, Ping(), caller=ACME, peer=peer) for peer in (b"two", b"three")],
+}
+
+
+@pytest.mark.parametrize("way", LEAVING)
+def test_who_takes_the_place_of_a_client_that_has_left_gets_nothing_of_it(way):
+    """Its answers are still under way, though nothing is heard of it any more."""
+    harness = Harness(max_clients=2)
+    send(harness, Generate(request_id=request_id(1), input="text", max_tokens=5), b"abc", caller=ACME, peer=b"one")
+    send(harness, Prefixes(op_id=request_id(2)), caller=ACME, peer=b"one")
+    harness.session.receive(b"one", encode(Tokenize(op_id=request_id(3), input="text"), b"secret"), harness.now, ACME)
+    jobs, outgoing = harness.session.take_text_jobs(), harness.session.take_outgoing()
+    assert (len(jobs), len(outgoing)) == (1, 0)
+    LEAVING[way](harness)
+    assert harness.session.taken_over == []
+    harness.received.clear()
+    send(harness, Ping(), caller=RIVAL, peer=b"one")
+    assert b"one" in harness.session.taken_over
+    for job in jobs:
+        harness.session.on_text(run_text_job(job, harness.text, "2026-01-01"), harness.now)
+    harness.run()
+    assert [type(message) for peer, message, _ in harness.received if peer == b"one"] == [Pong]
+
+
+@pytest.mark.parametrize("way", LEAVING)
+def test_a_client_that_comes_back_gets_the_answers_of_what_it_had_begun(way):
+    harness = Harness(max_clients=2)
+    send(harness, Prefixes(op_id=request_id(2)), caller=ACME, peer=b"one")
+    LEAVING[way](harness)
+    send(harness, Prefixes(op_id=request_id(2)), caller=ACME, peer=b"one")
+    harness.run()
+    assert [type(message) for peer, message, _ in harness.received if peer == b"one"] == [Result], "once, though it has asked again"
+    assert harness.session.taken_over == []
+
+
+def test_of_how_many_that_have_left_the_caller_is_known_is_bounded_and_of_others_nothing_is_sent():
+    harness = Harness(max_clients=2)
+    for number in range(1, 8):
+        send(harness, Prefixes(op_id=request_id(number)), caller=ACME, peer=b"%d" % number)
+        harness.session.on_gone(b"%d" % number)
+    assert harness.session.taken_over == [b"1", b"2", b"3", b"4", b"5"]
+    for number in range(1, 8):
+        send(harness, Ping(), caller=RIVAL, peer=b"%d" % number)
+    harness.run()
+    assert {type(message) for _, message, _ in harness.received} == {Pong}
+
+
+def test_who_has_left_with_nothing_open_makes_room_first():
+    harness = Harness(max_clients=2)
+    send(harness, Prefixes(op_id=request_id(1)), caller=ACME, peer=b"one")
+    harness.session.on_gone(b"one")
+    for number in range(5):
+        send(harness, Ping(), caller=ACME, peer=b"idle %d" % number)
+        harness.session.on_gone(b"idle %d" % number)
+    harness.engine_takes()
+    assert [peer for peer, message, _ in harness.received if isinstance(message, Result)] == [b"one"]
 
 
 def test_user_ids_and_credentials():
