@@ -146,8 +146,8 @@ class ColdTier:
         """The uses of each block, from the first on, that is on disk and quicker loaded than computed; O(blocks)."""
         self._counts["lookups"] += 1
         reading = self._reading
-        if reading is not None and reading.is_given_up:
-            return ()  # the disk hangs
+        if (reading is not None and reading.is_given_up) or self._planner.is_broken:
+            return ()  # the disk hangs, or nobody would take note of a block that is bad, and it would be read for each request
         nodes, root = self._index.nodes, namespace.root
         uses: list[int] = []
         for tokens in blocks:

@@ -89,6 +89,8 @@ class Planner:
         self._hurry = threading.Event()
         """Something waits that is not just a block's event."""
         self._stopping = False
+        self.is_broken = False
+        """Nothing is handled any more: what the index says may be wrong, and stays as it is."""
         self._logged_roots: set[BlockHash] = set()
         self._hot = HotBlocks(limits.write_policy, limits.max_wanted, dwell_s=limits.write_dwell_s)
         self._unknown_pin = ""
@@ -215,6 +217,7 @@ class Planner:
 
     def _refuse_from_now_on(self) -> None:
         """Answer whoever waits, and comes to wait, with the reason; until the end."""
+        self.is_broken = True
         self._requests.wanted.clear()
         self._operations.fail(self.degraded_reason)
         self._requests.ungoverned = False

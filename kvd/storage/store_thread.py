@@ -368,7 +368,10 @@ class StoreThread:
         txn.put_meta(meta)
         txn.commit()
         self._txn = None
-        has_room = store.disk_has_room(self._commit_bytes)
+        try:
+            has_room = store.disk_has_room(self._commit_bytes)
+        except OSError:  # what was committed is good, whatever this is
+            has_room = False
         if txn.num_bytes or has_room:  # rows of nodes fit even on a full disk: only blocks show that the fault is over
             self._retry_s = _RETRY_MIN_S
         hashes, self._txn_hashes = self._txn_hashes, []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from storage_harness import BLOCK_TOKENS, ROW_BYTES, World, chain_of, crash, prompt, row_of
 
+from kvd.cache.events import BlockStored
 from kvd.commands import LoadDone
 from kvd.observe import failpoints
 
@@ -292,6 +293,23 @@ def test_only_what_equals_the_tokens_under_the_same_parent_is_found(tmp_path):
     nodes[chain[0]].root = bytes(32)
     assert not tier.lookup(world.namespace, root, blocks)
     crash(world)
+
+
+def test_a_broken_planner_ends_the_cold_tier(tmp_path, monkeypatch):
+    """It would not hear of a bad block, which would be offered and fail again and again."""
+    world = cold_world(tmp_path)
+    tier, planner = world.storage.cold_tier, world.storage._running.planner
+    assert len(tier.lookup(world.namespace, world.namespace.root, blocks_of(PROMPT))) == NUM_BLOCKS
+
+    def fails(_):
+        raise RuntimeError("nobody foresaw this")
+
+    monkeypatch.setitem(planner._handlers, BlockStored, fails)
+    world.ask(prompt(3, 81))
+    world.until(lambda: planner.degraded_reason)
+    world.until(lambda: not tier.lookup(world.namespace, world.namespace.root, blocks_of(PROMPT)))
+    assert world.ask(PROMPT) == 0
+    world.stop()
 
 
 def test_what_a_start_leaves_on_disk_is_its_cold_tier(tmp_path):

@@ -215,6 +215,20 @@ def test_a_start_that_can_not_open_the_store_for_writing_reads_it(tmp_path, monk
     assert check_store(tmp_path)["ok"]
 
 
+def test_a_disk_that_does_not_say_how_full_it_is_costs_no_generation(tmp_path, monkeypatch):
+    room = Refusing(monkeypatch, Store, "disk_has_room")
+    world = World(tmp_path)
+    room.error = OSError(errno.EIO, "Input/output error")
+    ask_hot(world, 0)
+    assert not world.checkpoint().error
+    assert room.num_refused
+    ask_hot(world, 1)
+    assert not world.checkpoint().error
+    assert (world.storage.status()["blocks"], world.storage._running.recovered.generations.current.generation) == (10, 1)
+    assert not events(world, "storage.degraded")
+    world.stop()
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
 @pytest.mark.parametrize("where", ["open_regular", "Store.rows"])
 def test_a_store_that_can_not_even_be_read_at_a_start_stays_and_is_read_once_it_can(tmp_path, monkeypatch, number, where):
@@ -316,6 +330,29 @@ def test_lmdb_says_which_errno_it_met(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(lmdb.Error, match="Not a directory"):
         lmdb.open(str(tmp_path / "file" / "below"), create=False)
+
+
+class BrokenTransaction:
+    """Stands for lmdb's: its commit fails as that of a short write does."""
+
+    def commit(self) -> None:
+        raise lmdb.Error("mdb_txn_commit: Input/output error")
+
+    def abort(self) -> None:
+        pass
+
+
+def test_the_short_write_of_a_full_disk_has_one_diagnosis(tmp_path, monkeypatch):
+    World(tmp_path).stop()
+    store = Store(tmp_path / "kv" / "1", 1 << 24)
+    monkeypatch.setattr(Store, "disk_has_room", lambda *_: False)
+    txn = store.begin()
+    real, txn._txn = txn._txn, BrokenTransaction()
+    with pytest.raises(StoreFullError) as refused:
+        txn.commit()
+    assert str(refused.value) == "enospc: the disk is full (mdb_txn_commit: Input/output error)"
+    real.abort()
+    store.close()
 
 
 def test_an_episode_is_reported_once_for_each_cause():
