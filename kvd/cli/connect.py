@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvd_client.errors import ConnectionLost
 
 _CONNECT_TIMEOUT_S = 5.0
+_SAY_AFTER_S = 1.0
 READY = "ready"
 """The one state in which a daemon takes requests."""
 
@@ -68,12 +70,25 @@ class Target:
         try:
             with client:
                 if needs_ready and self.wait:
-                    client.wait_ready()
+                    with _said_while_waiting(client.endpoint):
+                        client.wait_ready()
                 elif needs_ready and (state := client.ping().state) != READY:
                     raise CommandError(f"the daemon at {client.endpoint} is {state}; --wait waits until it is ready", Exit.UNAVAILABLE)
                 yield client
         except ConnectionLost as error:
             raise CommandError(_with_advice(error, client.endpoint), exit_of_failure(error.code, retryable=error.retryable)) from error
+
+
+@contextmanager
+def _said_while_waiting(endpoint: str) -> Iterator[None]:
+    """One line on standard error, if it takes a moment."""
+    timer = threading.Timer(_SAY_AFTER_S, lambda: click.echo(f"kvd: waiting for the daemon at {endpoint} to be ready", err=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _with_advice(error: ConnectionLost, endpoint: str) -> str:

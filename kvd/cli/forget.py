@@ -52,5 +52,7 @@ def forget_command(
         result = client.forget(prompt, messages=messages, cache_salt=cache_salt, tenant=tenant, everything=everything)
     if as_json:
         print_json({"blocks": result.num_blocks, "pins": result.num_pins})
+    elif not (result.num_blocks or result.num_pins):
+        click.echo("nothing was known of it; nothing of it is in the state directory")
     else:
         click.echo(f"forgotten: {result.num_blocks} blocks, {result.num_pins} pins; nothing of it is in the state directory")

@@ -66,7 +66,7 @@ def check_command(state_dir: Path, key_file: str, repair: bool, as_json: bool) -
     return Exit.OK if report["ok"] else Exit.DATA
 
 
-@group.command("dump")
+@group.command("dump", short_help="Print what is kept, one JSON object a line.")
 @where
 def dump_command(state_dir: Path, key_file: str) -> None:
     """Print what is kept, one JSON object a line: recipes, WAL records, nodes and blocks (without their bytes)."""
@@ -77,7 +77,7 @@ def dump_command(state_dir: Path, key_file: str) -> None:
             print_json(entry)
 
 
-@group.command("stat")
+@group.command("stat", short_help="Print how big each part is on disk and what it counts.")
 @where
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def stat_command(state_dir: Path, key_file: str, as_json: bool) -> int:
@@ -135,5 +135,5 @@ def shown(value: Any) -> str:
     if isinstance(value, list):
         return "; ".join(map(shown, value)) or "none"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {shown(part)}" for name, part in value.items())
-    return str(value)
+        return ", ".join(f"{name} {shown(part)}" for name, part in value.items()) or "none"
+    return "none" if value in (None, "") else str(value)

@@ -34,9 +34,13 @@ def export_command(
     with storage_errors():
         from kvd.storage.encryption import seeing_codec
         from kvd.storage.pin_export import export_pins
+        from kvd.storage.pin_sets import NoSuchPinError
 
         codec = seeing_codec(existing(state_dir), key_file)
-        report = export_pins(state_dir, file, names=names, with_bytes=not no_bytes, codec=codec)
+        try:
+            report = export_pins(state_dir, file, names=names, with_bytes=not no_bytes, codec=codec)
+        except NoSuchPinError as error:
+            raise CommandError(str(error), Exit.NO_INPUT) from error
     _print(report, as_json=as_json)
     return Exit.OK
 

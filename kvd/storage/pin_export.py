@@ -13,7 +13,7 @@ from kvd.storage import schema
 from kvd.storage.codec import PLAIN, Codec
 from kvd.storage.generations import STORE_NAME, read_current
 from kvd.storage.lock import is_locked
-from kvd.storage.pin_sets import PinSetBlock, PinSetNode, PinSetWriter, PinTransferError, new_pin_set
+from kvd.storage.pin_sets import NoSuchPinError, PinSetBlock, PinSetNode, PinSetWriter, new_pin_set
 from kvd.storage.recipes import read_recipes
 from kvd.storage.schema import BadRowError, NodeRow
 from kvd.storage.store import BlockReader, Store
@@ -31,15 +31,15 @@ def export_pins(
     A pin whose blocks are not all on disk is exported with those that are, from its first block on.
 
     Raises:
-        PinTransferError: there is no pin of such a name, or none at all.
+        NoSuchPinError: there is no pin of such a name, or none at all.
         RecipesUnreadableError, UnknownFormatError, OSError: it can't be read or written.
     """
     recipes = read_recipes(state_dir, codec).value or {}
     if unknown := sorted(set(names) - set(recipes)):
-        raise PinTransferError(f"no pin is named {unknown[0]!r}")
+        raise NoSuchPinError(f"no pin is named {unknown[0]!r}")
     chosen = [recipes[name] for name in names] if names else list(recipes.values())
     if not chosen:
-        raise PinTransferError(f"there are no pins in {state_dir}")
+        raise NoSuchPinError(f"there are no pins in {state_dir}")
     report: dict[str, Any] = {"file": str(path), "pins": len(chosen), "pins_without_all_bytes": [], "blocks": 0, "bad_blocks": 0}
     with new_pin_set(path) as writer:
         for recipe in chosen:

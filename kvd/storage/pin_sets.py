@@ -43,6 +43,10 @@ class PinTransferError(StorageError):
     """What was asked for can't be carried over; nothing was changed, and the message says what to do."""
 
 
+class NoSuchPinError(PinTransferError):
+    """There is no pin of that name, or none at all."""
+
+
 @dataclass(frozen=True, slots=True)
 class PinSetNode:
     """A block's place and tokens: a child of ``parent``, which is ``root`` for the first of a prompt."""

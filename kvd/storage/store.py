@@ -57,7 +57,7 @@ def check_data_file(path: Path) -> int:
             metas.append(_meta_page(path, file.read(_META_PAGE.size)))
     except OSError as error:
         kind = StoreBlockedError if is_passing(error) else StoreDamagedError
-        raise kind(f"{path} can't be read: {fault_sentence(error)}") from error
+        raise kind(f"{fault_sentence(error)}: {path} can't be read") from error
     if metas[0][0] != metas[1][0]:
         raise StoreDamagedError(f"{path}: its two meta pages disagree on the page size")
     needed = max((last_page + 1) * page_bytes for page_bytes, last_page, _ in metas)
@@ -373,7 +373,7 @@ class StoreTransaction:
             if self._store.disk_has_room(2 * self.num_bytes):
                 raise
             # lmdb reports the short write of a full disk as an I/O error. Nothing that was committed has been touched.
-            raise StoreFullError(f"enospc: the disk is full ({error})") from error
+            raise StoreFullError(f"enospc: the disk is full ({error.__cause__ or error})") from error
         self._store.meta = self._meta
         failpoint_translated("store.after_commit")
 

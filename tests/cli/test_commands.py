@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+import time
 import types
 
 import pytest
@@ -23,7 +24,7 @@ from kvd_client.results import (
     Usage,
 )
 
-from kvd.cli import app, serve
+from kvd.cli import app, connect, serve
 from kvd.cli.exits import MEANINGS, Exit, exit_of_failure
 from kvd.cli.output import print_rows
 from kvd.config import ConfigError
@@ -141,9 +142,11 @@ class StubClient:
     def unpin(self, name):
         self._record("unpin", name)
 
+    forgets = ForgetResult(6, 1)
+
     def forget(self, prompt=None, *, messages=None, cache_salt=None, tenant=None, everything=False):
         self._record("forget", prompt, messages=messages, cache_salt=cache_salt, tenant=tenant, everything=everything)
-        return ForgetResult(6, 1)
+        return self.forgets
 
     def prefixes(self):
         self._record("prefixes")
@@ -371,6 +374,12 @@ def test_forget_says_what_went(stub, tmp_path, capsys):
     ]
 
 
+def test_forgetting_what_nobody_knew_says_so_and_is_no_failure(stub, capsys, monkeypatch):
+    monkeypatch.setattr(stub, "forgets", ForgetResult(0, 0))
+    assert app.main(["forget", "--cache-salt", "s"]) == 0
+    assert capsys.readouterr().out == "nothing was known of it; nothing of it is in the state directory\n"
+
+
 def test_pin_from_each_source(stub, tmp_path, capsys):
     (tmp_path / "s.txt").write_text("You are.", encoding="utf-8")
     (tmp_path / "m.json").write_text('[{"role": "system", "content": "x"}]', encoding="utf-8")
@@ -536,6 +545,15 @@ def test_a_daemon_that_is_not_ready_is_unavailable_unless_waited_for(stub, capsy
     assert app.main(["generate", "--prompt", "Hi", "--wait"]) == 0
     assert [name for name, *_ in stub.calls] == ["wait_ready", "generate"]
     assert app.main(["status"]) == 0
+
+
+def test_waiting_is_said_once_with_the_endpoint_and_only_if_it_takes_a_moment(stub, capsys, monkeypatch):
+    assert app.main(["ping", "--wait"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(connect, "_SAY_AFTER_S", 0.01)
+    monkeypatch.setattr(stub, "wait_ready", lambda _: time.sleep(0.3))
+    assert app.main(["ping", "--wait"]) == 0
+    assert capsys.readouterr().err == "kvd: waiting for the daemon at ipc:///default to be ready\n"
 
 
 @pytest.mark.parametrize(("state", "code"), [("ready", 0), ("starting", 69), ("rehydrating", 69), ("draining", 69)])

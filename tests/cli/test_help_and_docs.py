@@ -64,6 +64,13 @@ def test_every_command_explains_itself(path, capsys):
             assert parameter.opts[0] in text
 
 
+@pytest.mark.parametrize("path", [(), ("store",)], ids=" ".join)
+def test_no_line_of_a_groups_help_is_cut(path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    app.main([*path, "--help"])
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ") and line.endswith("...")] == []
+
+
 READERS = [path for path in PATHS if path not in {("serve",), ("store", "dump")}]
 
 

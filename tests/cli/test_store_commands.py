@@ -73,6 +73,14 @@ def test_the_key_comes_from_the_flag_else_for_an_encrypted_directory_from_the_co
     assert [call[2:] for call in tools.calls] == [(), ("/keys/given",), ("/keys/configured",), ("/keys/given",), ("/keys/configured",)]
 
 
+def test_empty_values_are_shown_as_none(tools, tmp_path, capsys):
+    tools.report = {**REPORT, "recipe_generations": [], "kinds": {}, "current": None, "name": "", "blocks": 0}
+    app.main(["store", "check", "--state-dir", str(tmp_path)])
+    shown = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert [shown[name] for name in ("recipe_generations", "kinds", "current", "name", "problems")] == ["none"] * 5
+    assert shown["blocks"] == "0"
+
+
 def test_damage_exits_65(tools, tmp_path, capsys):
     tools.report = {**REPORT, "ok": False, "problems": ["block ab: checksum", "node cd: parent"]}
     assert app.main(["store", "check", "--state-dir", str(tmp_path)]) == Exit.DATA

@@ -11,6 +11,8 @@ import pytest
 from crc32c import crc32c
 from storage_harness import World, prompt
 
+from kvd.cli import app
+from kvd.cli.exits import Exit
 from kvd.config import StorageConfig
 from kvd.storage import schema
 from kvd.storage.codec import PLAIN
@@ -18,7 +20,7 @@ from kvd.storage.errors import RecipesUnreadableError, StateLockedError, Unknown
 from kvd.storage.generations import read_current
 from kvd.storage.pin_export import export_pins, opened_store
 from kvd.storage.pin_import import import_pins
-from kvd.storage.pin_sets import PinSetBlock, PinSetError, PinTransferError, new_pin_set, read_pin_set
+from kvd.storage.pin_sets import NoSuchPinError, PinSetBlock, PinSetError, new_pin_set, read_pin_set
 from kvd.storage.recipes import read_recipes
 from kvd.storage.store_stat import stat_store
 from kvd.storage.tools import check_store
@@ -120,9 +122,21 @@ def test_one_pin_and_recipes_alone(exported, tmp_path):
     report = export_pins(state_dir, tmp_path / "none", with_bytes=False)
     assert (report["blocks"], report["pins_without_all_bytes"]) == (0, ["pin-0", "pin-1"])
     assert import_pins(config_of(tmp_path / "state"), tmp_path / "none")["pins_added"] == ["pin-0", "pin-1"]
-    with pytest.raises(PinTransferError, match="no pin is named 'absent'"):
+    with pytest.raises(NoSuchPinError, match="no pin is named 'absent'"):
         export_pins(state_dir, tmp_path / "absent", names=["absent"])
     assert not (tmp_path / "absent").exists()
+
+
+def test_exit_codes_of_an_export(exported, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("kvd.observe.logging.configure", lambda **_: None)
+    _, state_dir = exported
+    out = str(tmp_path / "out")
+    assert app.main(["store", "export", out, "--state-dir", str(state_dir), "--no-bytes", "--pin", "absent"]) == Exit.NO_INPUT
+    (tmp_path / "empty" / "recipes").mkdir(parents=True)
+    assert app.main(["store", "export", out, "--state-dir", str(tmp_path / "empty")]) == Exit.NO_INPUT
+    assert capsys.readouterr().err.splitlines() == ["kvd: no pin is named 'absent'", f"kvd: there are no pins in {tmp_path / 'empty'}"]
+    assert app.main(["store", "export", out, "--state-dir", str(state_dir), "--no-bytes"]) == Exit.OK
+    assert app.main(["store", "export", out, "--state-dir", str(state_dir), "--no-bytes"]) == Exit.CANNOT_CREATE
 
 
 def test_a_taken_name_is_kept_unless_replaced(exported, tmp_path):
