@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -163,6 +165,16 @@ def test_a_start_that_can_not_set_aside_goes_on(tmp_path, arm, point):
     assert list(world.storage.recipe_book.recipes()) == ["system"]
     assert world.stop()
     assert check_store(tmp_path)["ok"]
+
+
+def test_a_tool_that_looks_at_the_lock_keeps_no_daemon_from_starting(tmp_path):
+    StateLock(tmp_path).release()
+    looking = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)  # as ``is_locked`` does, in the middle of it
+    threading.Timer(0.05, os.close, [looking]).start()
+    lock = StateLock(tmp_path)
+    assert is_locked(tmp_path)
+    lock.release()
 
 
 def test_a_lock_is_taken_though_its_pid_can_not_be_written(tmp_path, monkeypatch):
