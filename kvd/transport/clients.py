@@ -56,7 +56,8 @@ class Clients:
             if len(self._clients) >= self._max_clients:
                 forgotten = self._clients.popitem(last=False)[1]
                 self._leave(forgotten)
-            client = self._clients[peer] = self._left.pop(peer, None) or Client(peer, now, caller)
+            back = self._left.pop(peer, None)
+            client = self._clients[peer] = back or Client(peer, now, caller)
         client.last_seen_s = now
         self._clients.move_to_end(peer)
         return client, forgotten
