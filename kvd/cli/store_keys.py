@@ -48,7 +48,7 @@ def rekey_command(old: Path, new: Path, state_dir: Path, as_json: bool) -> int:
     """
     with storage_errors():
         from kvd.storage.key_file import read_key_file
-        from kvd.storage.keys import has_keys, rewrap_keys
+        from kvd.storage.keys_file import has_keys, rewrap_keys
         from kvd.storage.lock import StateLock
 
         old_key, new_key = read_key_file(old), read_key_file(new)

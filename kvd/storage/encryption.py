@@ -15,7 +15,8 @@ from kvd.storage.codec import PLAIN, Codec
 from kvd.storage.errors import EncryptionKeyError, UnknownFormatError
 from kvd.storage.generations import STORE_NAME
 from kvd.storage.key_file import read_key_file
-from kvd.storage.keys import KEYS_NAME, KeyRing, has_keys
+from kvd.storage.keys import KeyRing
+from kvd.storage.keys_file import KEYS_NAME, has_keys
 from kvd.storage.ports import Log
 from kvd.storage.recipes import FORMAT_VERSION, RECIPES_NAME, encode_recipes, read_recipes, recipe_files
 from kvd.storage.recovery import WAL_NAME

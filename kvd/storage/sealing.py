@@ -21,7 +21,8 @@ from kvd.storage import schema
 from kvd.storage.cipher import KEY_BYTES, NONCE_BYTES, TAG_BYTES, Cipher, SealBrokenError
 from kvd.storage.codec import BlockPlace
 from kvd.storage.errors import EncryptionKeyError, NamespaceGoneError
-from kvd.storage.keys import STORE, DataKey
+from kvd.storage.keys import DataKey
+from kvd.storage.keys_file import STORE
 from kvd.storage.schema import BLOCK_HEADER_BYTES, SEALED, BadRowError, NodeRow, StoreMeta
 from kvd.types import BlockHash, KvGroup
 from kvd.wal.record import Insert, PayloadSeal, Record, WalDamageError, type_of

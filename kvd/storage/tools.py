@@ -16,7 +16,8 @@ from kvd.storage.codec import Codec
 from kvd.storage.encryption import master_key_of, reading_encryption, seeing_codec
 from kvd.storage.errors import RecipesUnreadableError, StorageError, StoreDamagedError, UnknownFormatError
 from kvd.storage.generations import CURRENT_NAME, STORE_NAME, Generations, read_current
-from kvd.storage.keys import KeyRing, damaged_keys
+from kvd.storage.keys import KeyRing
+from kvd.storage.keys_file import damaged_keys
 from kvd.storage.lock import StateLock, is_locked
 from kvd.storage.pin_export import opened_store
 from kvd.storage.recipes import RecipeFileError, list_recipe_files, read_recipe_file, read_recipes, restore_recipes

@@ -12,7 +12,8 @@ from kvd.observe import failpoints
 from kvd.storage import keys as module
 from kvd.storage.errors import EncryptionKeyError, KeysUnreadableError, StoreBlockedError
 from kvd.storage.key_file import read_key_file, write_key_file
-from kvd.storage.keys import STORE, KeyRing, has_keys, key_files, rewrap_keys
+from kvd.storage.keys import KeyRing
+from kvd.storage.keys_file import STORE, has_keys, key_files, rewrap_keys
 
 pytestmark = pytest.mark.store
 

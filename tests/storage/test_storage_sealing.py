@@ -24,7 +24,8 @@ from kvd.storage import budget, schema, two_copies
 from kvd.storage.encryption import reading_encryption
 from kvd.storage.errors import EncryptionKeyError, KeysUnreadableError, NamespaceGoneError, RecipesUnreadableError, UnknownFormatError
 from kvd.storage.generations import read_current
-from kvd.storage.keys import STORE, KeyRing, key_files
+from kvd.storage.keys import KeyRing
+from kvd.storage.keys_file import STORE, key_files
 from kvd.storage.node_index import NodeIndex
 from kvd.storage.pin_export import export_pins
 from kvd.storage.recipes import decode_recipes, encode_recipes, list_recipe_files, read_recipes
