@@ -10,10 +10,19 @@ of a tenant can be found without knowing the salts that its clients chose.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 
 from kvd.types import PackedTokens
 
+PIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}")
+"""Of a pin, as its tenant knows it."""
+TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
+"""Of a CURVE key's tenant. Without a colon, so that no name is a uid's; without a slash, which parts tenant and pin."""
+MAX_CACHE_SALT_BYTES = 64
+"""Of what a client chooses."""
+
+_UID_TENANT = re.compile(r"uid:[0-9]{1,10}")
 _DOMAIN = b"kvd.tenant-salt.v1"
 _GROUP_BYTES = 16
 _SALT_BYTES = _GROUP_BYTES + 32
@@ -45,6 +54,13 @@ def pin_salt(name: str, salt: bytes) -> bytes:
 def pin_tenant(name: str) -> str:
     """The tenant in a pin's name as the engine knows it (``TENANT/NAME``, or ``NAME`` without a tenant)."""
     return name.rpartition("/")[0]
+
+
+def is_pin_name(name: str) -> bool:
+    """Whether a pin may have this name as the engine knows it: any other could not be unpinned."""
+    tenant, slash, label = name.rpartition("/")
+    is_tenant = TENANT_NAME.fullmatch(tenant) is not None or _UID_TENANT.fullmatch(tenant) is not None
+    return PIN_NAME.fullmatch(label) is not None and (is_tenant or not slash)
 
 
 def pin_label(name: str) -> str:

@@ -18,15 +18,16 @@ from kvd.cache.hashing import Namespace
 from kvd.commands import Recipe
 from kvd.config import StorageConfig
 from kvd.storage import schema
-from kvd.storage.budget import plan_budget
+from kvd.storage.budget import plan_budget, recipes_max_bytes
 from kvd.storage.codec import Codec
 from kvd.storage.encryption import master_key_of, open_encryption
 from kvd.storage.errors import StoreFullError
 from kvd.storage.generations import Generations
 from kvd.storage.lock import StateLock
 from kvd.storage.pin_export import store_namespaces
-from kvd.storage.pin_sets import PinSetBlock, PinSetEntry, PinSetNode, PinTransferError, read_pin_set
-from kvd.storage.recipes import MAX_RECIPES, encode_recipes, read_recipes, recipe_files, refusal
+from kvd.storage.pin_set_checks import entry_refusal
+from kvd.storage.pin_sets import PinSetBlock, PinSetEntry, PinSetError, PinSetNode, PinTransferError, read_pin_set
+from kvd.storage.recipes import MAX_RECIPES, encode_recipes, read_recipes, recipe_files
 from kvd.storage.schema import BadRowError, NodeRow
 from kvd.storage.store import Store, StoreTransaction
 from kvd.types import BlockHash, KvGroup
@@ -49,7 +50,7 @@ class _Done:
 def import_pins(config: StorageConfig, path: Path, *, replace_pins: bool = False, with_bytes: bool = True) -> dict[str, Any]:
     """Take the pins of the pin set ``path`` into ``config.state_dir``; a report as JSON-like data.
 
-    The file is read and checked to its end before anything is changed. A pin whose name is taken by another is kept as it is unless ``replace_pins``.
+    The file is read and each of its entries checked before anything is changed. A pin whose name is taken by another is kept as it is unless ``replace_pins``.
     That bytes belong to their tokens can't be checked: import only what you trust.
 
     Raises:
@@ -60,7 +61,7 @@ def import_pins(config: StorageConfig, path: Path, *, replace_pins: bool = False
     """
     recipes: dict[str, Recipe] = {}
     row_bytes: dict[str, int] = {}
-    for entry in read_pin_set(path):
+    for entry in _checked(path):
         if isinstance(entry, Recipe):
             recipes[entry.name] = entry
         elif isinstance(entry, PinSetBlock):
@@ -71,14 +72,14 @@ def import_pins(config: StorageConfig, path: Path, *, replace_pins: bool = False
     try:
         codec = open_encryption(config.state_dir, master_key, structlog.get_logger("storage")).codec
         done = _Done()
-        _import_recipes(config.state_dir, recipes, done, replace_pins=replace_pins, codec=codec)
+        _import_recipes(config, recipes, done, replace_pins=replace_pins, codec=codec)
         if with_bytes and row_bytes:
             groups = [KvGroup(name, num_bytes, b"") for name, num_bytes in row_bytes.items()]
             budget = plan_budget(config, groups, codec)
             generations = Generations(config.state_dir, map_bytes=budget.map_bytes, max_aside_bytes=budget.aside_max_bytes, codec=codec)
             store = generations.open(int(time.time()))
             try:
-                _Blocks(store, budget.max_block_bytes, budget.commit_bytes, done).take(read_pin_set(path))
+                _Blocks(store, budget.max_block_bytes, budget.commit_bytes, done).take(_checked(path))
             finally:
                 store.close()
     finally:
@@ -94,7 +95,20 @@ def import_pins(config: StorageConfig, path: Path, *, replace_pins: bool = False
     }
 
 
-def _import_recipes(state_dir: Path, recipes: dict[str, Recipe], done: _Done, *, replace_pins: bool, codec: Codec) -> None:
+def _checked(path: Path) -> Iterator[PinSetEntry]:
+    """As ``read_pin_set``.
+
+    Raises:
+        PinSetError: also for an entry that is out of bounds.
+    """
+    for number, entry in enumerate(read_pin_set(path)):
+        if problem := entry_refusal(entry):
+            raise PinSetError(f"{path}: its entry {number} can't be taken: {problem}")
+        yield entry
+
+
+def _import_recipes(config: StorageConfig, recipes: dict[str, Recipe], done: _Done, *, replace_pins: bool, codec: Codec) -> None:
+    state_dir = config.state_dir
     found = read_recipes(state_dir, codec)
     merged = dict(found.value or {})
     for name, recipe in recipes.items():
@@ -106,10 +120,11 @@ def _import_recipes(state_dir: Path, recipes: dict[str, Recipe], done: _Done, *,
             done.kept.append(name)
             continue
         merged[name] = recipe
-        if problem := refusal(recipe):
-            raise PinTransferError(f"the pin {name!r} can't be kept: {problem}")
     if len(merged) > MAX_RECIPES:
         raise PinTransferError(f"{len(merged)} pins would be kept, the most is {MAX_RECIPES}; unpin some first")
+    total_bytes, max_bytes = len(encode_recipes(0, merged)), recipes_max_bytes(config.store_max_bytes)
+    if (done.added or done.replaced) and total_bytes > max_bytes:
+        raise PinTransferError(f"the recipes of all pins would take {total_bytes} bytes; store_max_bytes leaves them {max_bytes}")
     if done.added or done.replaced or not found.is_settled:
         codec.hold_tenants({recipe.tenant_salt for recipe in merged.values()})
         files = recipe_files(state_dir)

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 
 from kvd.transport.errors import TenantUnknownError
 
-TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
-"""Of a CURVE key's tenant. Without a colon, so that no name is a uid's; without a slash, which parts tenant and pin."""
-
 _USER_ID_PREFIX = "tenant="
 _IPC_ADDRESS = re.compile(r"[^:]*:(\d+):\d+:\d+")
 """libzmq's address of a Unix peer: ``localhost:UID:GID:PID`` (SO_PEERCRED)."""

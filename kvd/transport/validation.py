@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
 
 from kvd_client.protocol.messages import ID_BYTES, Forget, Generate, Pin, Sampling
 
+from kvd.cache.tenants import MAX_CACHE_SALT_BYTES, PIN_NAME
 from kvd.transport.errors import RequestError, bad_request
 from kvd.types import ErrorCode, SamplingParams
 
 INPUTS = ("text", "ids", "messages")
 MAX_LOGPROBS = 20
-MAX_SALT_BYTES = 64
 MAX_TENANT_CHARS = 64
 MAX_TTL_S = 366 * 86400
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = (1 << 64) - 1
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}")
 
 
 def check_id(field: str, value: bytes) -> None:
@@ -84,7 +82,7 @@ def check_forget(message: Forget) -> None:
 
 def check_name(name: str) -> None:
     """Names of pins: they stand in reports, logs and command lines."""
-    if not _NAME.fullmatch(name):
+    if not PIN_NAME.fullmatch(name):
         raise bad_request("name must have 1 to 128 letters, digits or . _ : @ + - and begin with a letter or a digit")
 
 
@@ -146,8 +144,8 @@ def _check_input(value: str) -> None:
 
 
 def _check_salt(salt: bytes) -> None:
-    if len(salt) > MAX_SALT_BYTES:
-        raise bad_request(f"cache_salt has {len(salt)} bytes; at most {MAX_SALT_BYTES} are allowed")
+    if len(salt) > MAX_CACHE_SALT_BYTES:
+        raise bad_request(f"cache_salt has {len(salt)} bytes; at most {MAX_CACHE_SALT_BYTES} are allowed")
 
 
 def _check_ttl(field: str, value: float) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvd.cache.tenants import TENANT_NAME
 from kvd.transport.errors import EndpointError
-from kvd.transport.tenants import TENANT_NAME, user_id
+from kvd.transport.tenants import user_id
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = "kvd"
