@@ -59,6 +59,13 @@ class Codec(Protocol):
 
     def unpack_namespace(self, key: bytes, value: bytes) -> Namespace: ...
 
+    def prepare(self, tenant_salts: Collection[bytes]) -> None:
+        """Something of these tenants will be written next: what is needed for that is made durable for all of them at once.
+
+        Raises:
+            StoreBlockedError: it can't be.
+        """
+
     def retain(self, roots: Collection[bytes]) -> None:
         """The namespaces that there are: of others nothing needs to be known any more."""
 
@@ -191,6 +198,9 @@ class PlainCodec:
 
     def unpack_namespace(self, key: bytes, value: bytes) -> Namespace:
         return schema.unpack_namespace(key, value)
+
+    def prepare(self, tenant_salts: Collection[bytes]) -> None:
+        pass
 
     def retain(self, roots: Collection[bytes]) -> None:
         pass

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,7 +145,8 @@ class KeyRing:
                 self._durably(self._by_id.values(), self._next_id)
             key = self._by_tenant.get(tenant)
             if key is None or key.used + num_values > MAX_SEALED_PER_KEY:
-                key = self._make(tenant)
+                self._make([tenant])
+                key = self._by_tenant[tenant]
             elif key.used + num_values > key.reserved:
                 self._reserve(key)
             key.used += num_values
@@ -161,22 +162,36 @@ class KeyRing:
         """
         return self.for_sealing(tenant_salt, 0)[0]
 
-    def _make(self, tenant: bytes | None) -> DataKey:
-        key = self._fresh(self._next_id, tenant)
-        superfluous = self._superfluous()
+    def prepare(self, tenants: Collection[bytes]) -> None:
+        """Make the keys that these tenants have none of, an eighth of the bound in one write of the files: each write is about ten syncs.
+
+        Raises:
+            StoreBlockedError: they can't all be made durable.
+        """
+        with self._lock:
+            new = [tenant for tenant in dict.fromkeys(tenants) if tenant not in self._by_tenant]
+            at_once = max(1, MAX_TENANTS // 8)
+            for start in range(0, len(new), at_once):
+                self._make(new[start : start + at_once])
+
+    def _make(self, tenants: Sequence[bytes | None]) -> None:
+        keys = [self._fresh(self._next_id + index, tenant) for index, tenant in enumerate(tenants)]
+        superfluous = self._superfluous(len(keys))
         kept = [other for other in self._by_id.values() if other.tenant not in superfluous]
-        self._durably([*kept, key], self._next_id + 1)
+        self._durably([*kept, *keys], self._next_id + len(keys))
         self._replace(kept)
-        self._take(key)
-        return key
+        self._tick += 1
+        for key in keys:
+            key.last_used = self._tick
+            self._take(key)
 
     def _fresh(self, key_id: int, tenant: bytes | None) -> DataKey:
         secret = self._random(KEY_BYTES)
         return DataKey(key_id, tenant, Cipher(secret), self._master.wrap_key(key_id, tenant, secret), RESERVED_AT_ONCE, 0)
 
-    def _superfluous(self) -> set[bytes | None]:
-        """The tenants that yield to a new one: none below the bound, then an eighth of them at once."""
-        if len(self._by_tenant) < MAX_TENANTS:
+    def _superfluous(self, num_new: int) -> set[bytes | None]:
+        """The tenants that yield to new ones: none below the bound, then an eighth of them at once."""
+        if len(self._by_tenant) + num_new <= MAX_TENANTS:
             return set()
         idle = [key for tenant, key in self._by_tenant.items() if tenant is not STORE and tenant not in self._held]
         return {key.tenant for key in sorted(idle, key=lambda each: each.last_used)[: MAX_TENANTS // 8]}

@@ -59,6 +59,8 @@ class Keys(Protocol):
 
     def for_sealing(self, tenant: bytes | None, num_values: int = 1) -> tuple[DataKey, list[bytes]]: ...
 
+    def prepare(self, tenants: Collection[bytes]) -> None: ...
+
     def hold_tenants(self, tenant_salts: Collection[bytes]) -> None: ...
 
 
@@ -148,6 +150,9 @@ class SealedCodec:
 
     def unpack_meta(self, data: bytes) -> StoreMeta:
         return schema.unpack_meta(data, self.format_of(schema.FORMAT_VERSION))
+
+    def prepare(self, tenant_salts: Collection[bytes]) -> None:
+        self.ring.prepare(tenant_salts)
 
     def learn(self, namespace: Namespace) -> None:
         """What is under this root belongs to its tenant."""
@@ -324,6 +329,9 @@ class _NoKeys:
     def for_sealing(self, tenant: bytes | None, num_values: int = 1) -> tuple[DataKey, list[bytes]]:  # noqa: ARG002
         raise EncryptionKeyError("without store_encryption_key_file nothing can be encrypted")
 
+    def prepare(self, tenants: Collection[bytes]) -> None:
+        pass
+
     def hold_tenants(self, tenant_salts: Collection[bytes]) -> None:
         pass
 
@@ -345,6 +353,10 @@ class _RecordSeal:
     def __init__(self, codec: SealedCodec, store_uuid: bytes) -> None:
         self._codec = codec
         self._store_uuid = store_uuid
+
+    def prepare(self, records: Iterable[Record]) -> None:
+        parts = [record.namespace for record in records if isinstance(record, Insert) and record.namespace is not None]
+        self._codec.prepare([Namespace(*each).tenant_salt for each in parts])
 
     def seal(self, record: Record, payload: bytes, lsn: int) -> bytes:
         try:

@@ -320,6 +320,7 @@ class StoreThread:
         failpoint_translated("checkpoint.before_nodes")
         for database, key in changes.dropped_keys:  # first: under the key of a damaged row a good one may follow
             txn.delete_key(database, key)
+        self._generations.codec.prepare([namespace.tenant_salt for _, namespace in changes.namespaces if namespace is not None])
         for root, namespace in changes.namespaces:
             txn.put_namespace(namespace) if namespace is not None else txn.delete_namespace(root)
         for row in changes.nodes:

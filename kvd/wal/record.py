@@ -16,6 +16,7 @@ All integers are little-endian. The salt keeps a record from validating in a seg
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,6 +101,13 @@ _DECODERS = {number: msgspec.msgpack.Decoder(record) for number, record in _TYPE
 
 class PayloadSeal(Protocol):
     """What payloads go through on their way to and from the disk, if they are encrypted."""
+
+    def prepare(self, records: Iterable[Record]) -> None:
+        """These will be sealed next: what is needed for that is made durable for all of them at once.
+
+        Raises:
+            Exception: it can't be.
+        """
 
     def seal(self, record: Record, payload: bytes, lsn: int) -> bytes:
         """The bytes that stand in the segment.

@@ -315,6 +315,8 @@ class WalWriter:
             if suspect is not None:
                 rescued = self._rescue(suspect)
             entries = deque([*rescued, *batch])
+            if self._payload_seal is not None:
+                self._payload_seal.prepare(record for _, record in entries)
             while entries:
                 self._write_some(entries)
             if rescued:

@@ -308,6 +308,24 @@ def test_tenants_beyond_the_bound_take_the_place_of_the_longest_idle_never_of_on
 # ------------------------------------------------------------------------------------------------ nonces
 
 
+def test_many_tenants_get_their_keys_in_one_write_and_keep_to_the_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_TENANTS", 64)
+    made = ring(tmp_path)
+    before = made.for_tenant(b"0")
+    highest = max(number for number, _ in key_files(tmp_path).files())
+    made.prepare([b"%d" % number for number in range(9)] * 2)
+    assert max(number for number, _ in key_files(tmp_path).files()) == highest + 2
+    assert made.for_tenant(b"0") is before
+    ids = {tenant: made.for_tenant(tenant).key_id for tenant in made.tenants()}
+    assert sorted(ids.values()) == list(range(1, 10))
+    assert {tenant: ring(tmp_path, readonly=True).for_sealing(tenant, 0)[0].key_id for tenant in ids} == ids
+    made.prepare([b"%d" % number for number in range(9)])
+    assert max(number for number, _ in key_files(tmp_path).files()) == highest + 2
+    made.prepare([b"%d" % number for number in range(100, 300)])
+    assert made.num_tenants <= 64
+    assert {b"299", b"298"} <= set(made.tenants())
+
+
 def test_no_nonce_comes_twice_and_reservations_are_durable_before_they_are_used(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "RESERVED_AT_ONCE", 8)
     monkeypatch.setattr(module, "MAX_SEALED_PER_KEY", 40)

@@ -269,14 +269,45 @@ def test_what_is_known_of_salts_is_bounded_however_many_clients_choose(tmp_path,
     world.stop()
 
 
-def test_blocks_under_way_of_a_namespace_that_is_gone_are_not_written_and_cost_no_generation(tmp_path, key_file):
+def test_a_group_of_records_has_its_new_tenants_keys_in_one_write(tmp_path, key_file):
+    state = tmp_path / "state"
+    world = World(state, store_encryption_key_file=key_file, wal_sync_interval_ms=2000.0, checkpoint_interval_s=1000.0)
+    before = key_files(state).files()[0][0]
+    for number in range(20):
+        world.ask(prompt(number, 17), Namespace(FINGERPRINT, b"salt %d" % number))
+    world.until(lambda: world.storage._running.wal.last_lsn == 20)
+    assert world.storage._running.wal.flush(10)
+    assert len(world.storage.keys.tenants()) == 20
+    assert key_files(state).files()[0][0] == before + 2
+    world.stop()
+
+
+def test_a_transaction_has_its_new_tenants_keys_in_one_write(tmp_path, key_file):
+    state = tmp_path / "state"
+    world = World(state, store_encryption_key_file=key_file, wal_sync_interval_ms=30000.0, checkpoint_interval_s=1000.0)
+    before = key_files(state).files()[0][0]
+    for number in range(20):
+        world.ask(prompt(number, 17), Namespace(FINGERPRINT, b"salt %d" % number))
+    assert not world.checkpoint().error
+    assert len(world.storage.keys.tenants()) == 20
+    assert key_files(state).files()[0][0] == before + 2
+    world.stop()
+
+
+def test_blocks_under_way_of_a_namespace_that_is_gone_are_not_written_and_cost_no_generation(tmp_path, key_file, monkeypatch):
     world = World(tmp_path / "state", store_encryption_key_file=key_file)
-    running = world.storage._running
+    running, codec = world.storage._running, world.storage._encryption.codec
+
+    def tenant_of(root: bytes) -> bytes:
+        if root == SALTED.root:
+            raise NamespaceGoneError("its namespace has left the index")
+        return SealedCodec.tenant_of(codec, root)
+
     world.runner.gate.clear()
     for _ in range(2):
         world.ask(prompt(0, 81), SALTED)
     world.until(lambda: running.planner._hot.num_under_way == 5 and running.store._txn is not None)
-    world.storage._encryption.codec.retain(())
+    monkeypatch.setattr(codec, "tenant_of", tenant_of)
     world.runner.gate.set()
     world.until(lambda: not running.planner._hot.num_under_way)
     status = world.storage.status()
