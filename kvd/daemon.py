@@ -31,6 +31,7 @@ from kvd.engine.loop import EngineLoop, LoopEnd, StartWork, State
 from kvd.engine.pins import Pins
 from kvd.engine.reports import Reports, StartFacts, starting_report
 from kvd.engine.service_manager import ServiceManager
+from kvd.engine.start_progress import StartProgress
 from kvd.executor.models.spec import ModelError, ModelSpec
 from kvd.frontend import Frontend, start_frontend
 from kvd.model_opening import OpenEngine, describe_model, open_engine
@@ -141,6 +142,7 @@ class Daemon:
         )
         self._loop: EngineLoop | None = None
         self._loading: Loading | None = None
+        self._progress = StartProgress(self._manager.progress, lambda: self._publish(State.REHYDRATING), self._clock)
         self._num_signals = 0
         self._may_interrupt = False
         self._failure = ""
@@ -321,7 +323,7 @@ class Daemon:
         """Weights and blocks side by side; then the warm-up. What is left of the start is the loop's."""
         config = self._config
         started = self._clock.monotonic()
-        loading = self._loading = Loading(engine.load, self._manager.progress)
+        loading = self._loading = Loading(engine.load, self._progress.on_weights)
         loading.start()
         self._publish(State.REHYDRATING)
         deadline_s = started + config.storage.rehydrate_timeout_s
@@ -329,10 +331,11 @@ class Daemon:
 
         def progress(done: int, total: int) -> None:
             bar.update(done, total)
-            self._manager.progress(f"rehydrating: {done} of {total} blocks")
+            self._progress.on_blocks(done, total)
 
         report = storage.rehydrate(cache, engine.executor, deadline_s, progress)
         bar.close()
+        self._progress.blocks_are_back()
         self._facts.rehydration = report.as_dict()
         self._facts.startup["rehydrate"] = self._since(started)
         recipes, not_computed = current_recipes(
@@ -353,7 +356,7 @@ class Daemon:
     # -------------------------------------------------------------------------------- state, signals, failures
 
     def _publish(self, state: State) -> None:
-        status = starting_report(self._facts, self._clock, state)
+        status = starting_report(self._facts, self._clock, state, self._progress.text)
         self._outbox.put([Snapshot(state, status, {"uptime_s": status["uptime_s"]}, 1.0)])
 
     def _on_state(self, state: State, storage: Storage) -> None:

@@ -31,10 +31,11 @@ class StartFacts:
     startup: dict[str, float] = field(default_factory=dict)
 
 
-def starting_report(facts: StartFacts, clock: Clock, state: str) -> dict[str, Any]:
+def starting_report(facts: StartFacts, clock: Clock, state: str, progress: str = "") -> dict[str, Any]:
     """The status report before there is an engine: the same keys, with what is known."""
     return {
         "state": state,
+        "progress": progress,
         "model": facts.model,
         "fingerprint": facts.fingerprint,
         "instance": facts.instance,
@@ -75,6 +76,7 @@ class Reports:
         facts, cache, scheduler = self._facts, self._cache, self._scheduler
         return {
             "state": state,
+            "progress": "computing pins and logged prefixes" if state == "rehydrating" else "",
             "model": facts.model,
             "fingerprint": facts.fingerprint,
             "instance": facts.instance,

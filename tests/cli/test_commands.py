@@ -433,6 +433,12 @@ def test_human_status(stub, capsys):
     assert facts["dropped"] == "checksum 1"
 
 
+def test_human_status_says_what_the_start_is_at(stub, capsys, monkeypatch):
+    monkeypatch.setitem(STATUS, "progress", "loading weights: 40 %")
+    assert app.main(["status"]) == 0
+    assert "progress     loading weights: 40 %" in capsys.readouterr().out.splitlines()
+
+
 def test_human_status_warns_of_pins_that_are_not_held(stub, capsys, monkeypatch):
     assert app.main(["status"]) == 0
     assert "warning" not in capsys.readouterr().out

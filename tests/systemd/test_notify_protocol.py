@@ -87,11 +87,13 @@ def test_ready_comes_after_rehydration_and_the_way_there_is_told(tmp_path: Path,
     with DaemonProcess(tmp_path, "--checkpoint-bytes-per-step", "1", env=env) as process:  # block by block
         manager.listen_until(lambda message: message.startswith("STATUS=rehydrating: "))
         with process.client() as client:
-            assert client.status()["state"] == "rehydrating"
+            status = client.status()
+            assert status["state"] == "rehydrating"
+            assert status["progress"].startswith("rehydrating: "), "who asks the daemon hears the same"
             assert "READY=1" not in manager.heard
             manager.listen_until(is_ready)
             status = client.status()
-        assert status["state"] == "ready"
+        assert (status["state"], status["progress"]) == ("ready", "")
         assert status["rehydration"]["blocks"] >= NUM_BLOCKS
         before = manager.heard[: manager.heard.index("READY=1")]
         progress = [message for message in before if message.startswith("STATUS=rehydrating: ")]
