@@ -111,13 +111,13 @@ def existing(path: Path) -> Path:
 def storage_errors() -> Iterator[None]:
     """Quiet logs, and the storage room's errors as exit codes."""
     from kvd.observe import logging
-    from kvd.storage.errors import EncryptionKeyError, StateLockedError, StorageError
+    from kvd.storage.errors import EncryptionKeyError, StateLockedError, StorageError, StoreBusyError
     from kvd.wal.record import WalFormatError
 
     logging.configure(level="warning")
     try:
         yield
-    except StateLockedError as error:
+    except (StateLockedError, StoreBusyError) as error:
         raise CommandError(str(error), Exit.TEMPORARY) from error
     except EncryptionKeyError as error:
         raise CommandError(str(error), Exit.CONFIG) from error

@@ -36,9 +36,11 @@ def export_command(
         from kvd.storage.pin_export import export_pins
         from kvd.storage.pin_sets import NoSuchPinError
 
-        codec = seeing_codec(existing(state_dir), key_file)
+        existing(state_dir)
         try:
-            report = export_pins(state_dir, file, names=names, with_bytes=not no_bytes, codec=codec)
+            report = export_pins(
+                state_dir, file, names=names, with_bytes=not no_bytes, open_codec=lambda: seeing_codec(state_dir, key_file)
+            )
         except NoSuchPinError as error:
             raise CommandError(str(error), Exit.NO_INPUT) from error
     _print(report, as_json=as_json)

@@ -61,6 +61,14 @@ class StoreBlockedError(StorageError):
     """Nothing can be written or opened at the moment: a full or read-only disk, no descriptors. The generation is as of its last commit; nothing is wrong with it."""
 
 
+class StoreMovedError(StoreBlockedError):
+    """The daemon that writes the store has gone on too far for the view of a reader beside it: opened again it can be read."""
+
+
+class StoreBusyError(StorageError):
+    """A daemon changes the state directory faster than a tool beside it can read; nothing is known to be wrong with it."""
+
+
 class StoreFullError(StoreBlockedError):
     """The disk or the map is full."""
 

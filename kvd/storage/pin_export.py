@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,30 +10,51 @@ from typing import Any
 from kvd.cache.hashing import Namespace
 from kvd.commands import Recipe
 from kvd.storage import schema
+from kvd.storage.beside_daemon import read_steadily
 from kvd.storage.codec import PLAIN, Codec
+from kvd.storage.errors import StoreMovedError
 from kvd.storage.generations import STORE_NAME, read_current
 from kvd.storage.lock import is_locked
 from kvd.storage.pin_sets import NoSuchPinError, PinSetBlock, PinSetNode, PinSetWriter, new_pin_set
 from kvd.storage.recipes import read_recipes
 from kvd.storage.schema import BadRowError, NodeRow
-from kvd.storage.store import BlockReader, Store
+from kvd.storage.sealing import KEY_LOST
+from kvd.storage.store import DATA_NAME, BlockReader, Store
 from kvd.types import BlockHash
 
+_MISSING = "missing"
+_MAP_BYTES = 1 << 36
+"""Of address space: room for a live daemon's file to grow while it is read."""
 _GROUP = "target"
 """Rows of other groups are filled again when their model next runs; they never shorten a hit."""
 
 
 def export_pins(
-    state_dir: Path, path: Path, *, names: Collection[str] = (), with_bytes: bool = True, codec: Codec = PLAIN
+    state_dir: Path,
+    path: Path,
+    *,
+    names: Collection[str] = (),
+    with_bytes: bool = True,
+    open_codec: Callable[[], Codec] = lambda: PLAIN,
 ) -> dict[str, Any]:
     """Write the pins ``names`` (all, if none are named) to the pin set ``path``; a report as JSON-like data. Reads only, also beside a live daemon.
 
-    A pin whose blocks are not all on disk is exported with those that are, from its first block on.
+    A pin whose blocks are not all on disk is exported with those that are, from its first block on. Beside a daemon that replaces its store meanwhile it begins anew,
+    with what ``open_codec`` then gives.
 
     Raises:
+        StoreBusyError: the daemon replaced it each time.
         NoSuchPinError: there is no pin of such a name, or none at all.
         RecipesUnreadableError, UnknownFormatError, OSError: it can't be read or written.
     """
+    return read_steadily(
+        state_dir,
+        lambda: _export(state_dir, path, names=names, with_bytes=with_bytes, codec=open_codec()),
+        is_bad=lambda report: bool(report["bad_blocks"]),
+    )
+
+
+def _export(state_dir: Path, path: Path, *, names: Collection[str], with_bytes: bool, codec: Codec) -> dict[str, Any]:
     recipes = read_recipes(state_dir, codec).value or {}
     if unknown := sorted(set(names) - set(recipes)):
         raise NoSuchPinError(f"no pin is named {unknown[0]!r}")
@@ -58,19 +79,35 @@ def opened_store(state_dir: Path, codec: Codec) -> Iterator[Store | None]:
     """The current generation, read-only, also beside a live daemon; None if there is none yet.
 
     Raises:
+        StoreBusyError: the daemon replaced it each time before it was open.
         StorageError: it can't be opened.
     """
-    current = read_current(state_dir, codec)
-    directory = state_dir / STORE_NAME / str(current.generation) if current is not None else None
-    if directory is None or not directory.is_dir():
-        yield None
-        return
-    # A live daemon's file changes under a structural check: only the map's own guarantees hold there.
-    store = Store(directory, 0, codec=codec, readonly=True, verify=not is_locked(state_dir))
+    store = read_steadily(state_dir, lambda: open_current(state_dir, codec))
     try:
         yield store
     finally:
-        store.close()
+        if store is not None:
+            store.close()
+
+
+def open_current(state_dir: Path, codec: Codec) -> Store | None:
+    """As ``opened_store``, at the first try.
+
+    Raises:
+        StoreMovedError: the daemon replaced it meanwhile.
+        StorageError: it can't be opened.
+    """
+    current = read_current(state_dir, codec)
+    if current is None:
+        return None
+    directory = state_dir / STORE_NAME / str(current.generation)
+    if not directory.is_dir():
+        if read_current(state_dir, codec) != current:
+            raise StoreMovedError(f"{directory} was replaced")
+        return None
+    # A live daemon's file changes under a structural check: only the map's own guarantees hold there.
+    map_bytes = max(_MAP_BYTES, 2 * (directory / DATA_NAME).stat().st_size)
+    return Store(directory, map_bytes, codec=codec, readonly=True, verify=not is_locked(state_dir))
 
 
 def _export_blocks(store: Store | None, writer: PinSetWriter, recipes: list[Recipe], report: dict[str, Any]) -> None:
@@ -112,18 +149,18 @@ def _store_pins(store: Store) -> Iterator[tuple[str, BlockHash]]:
 
 def _block(store: Store, row: NodeRow, report: dict[str, Any]) -> PinSetBlock | None:
     """A block's bytes, if they are there and good."""
-    try:
-        with store.reading_blocks() as reader:
+    with store.reading_blocks() as reader:
+        try:
             return PinSetBlock(_GROUP, row.block_hash, row.root, _plain(store.codec, reader, row.block_hash))
-    except BadRowError as error:
-        report["bad_blocks"] += error.reason != "missing"
-        return None
+        except BadRowError as error:  # here: behind the transaction's end it would be the whole store's damage
+            report["bad_blocks"] += error.reason not in {_MISSING, KEY_LOST}
+            return None
 
 
 def _plain(codec: Codec, reader: BlockReader, block_hash: BlockHash) -> bytes:
     value = reader.get(_GROUP, block_hash)
     if value is None:
-        raise BadRowError("missing")
+        raise BadRowError(_MISSING)
     return codec.plain_block(codec.block_key(_GROUP, block_hash), value, block_hash)
 
 

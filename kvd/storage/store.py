@@ -21,7 +21,15 @@ from kvd.cache.hashing import Namespace
 from kvd.observe.failpoints import declare, failpoint
 from kvd.storage import schema
 from kvd.storage.codec import PLAIN, Codec
-from kvd.storage.errors import StorageError, StoreBlockedError, StoreDamagedError, StoreFullError, StoreMapFullError, StorePanickedError
+from kvd.storage.errors import (
+    StorageError,
+    StoreBlockedError,
+    StoreDamagedError,
+    StoreFullError,
+    StoreMapFullError,
+    StoreMovedError,
+    StorePanickedError,
+)
 from kvd.storage.schema import BadRowError, NodeRow, StoreMeta
 from kvd.types import BlockHash
 from kvd.wal.disk_faults import disk_bytes, errno_of, fault_sentence, is_passing
@@ -82,6 +90,8 @@ def _translated() -> Iterator[None]:
         yield
     except lmdb.MapFullError as error:
         raise StoreMapFullError("map_full: the store's part of store_max_bytes is used up") from error
+    except lmdb.MapResizedError as error:
+        raise StoreMovedError("the store's file has outgrown this reader's map") from error
     except lmdb.PanicError as error:
         raise StorePanickedError(str(error)) from error
     except BadRowError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvd.storage import schema
 from kvd.storage.codec import PLAIN, Codec
-from kvd.storage.errors import RecipesUnreadableError, StorageError, UnknownFormatError
+from kvd.storage.errors import RecipesUnreadableError, StorageError, StoreBusyError, StoreMovedError, UnknownFormatError
 from kvd.storage.generations import read_current
 from kvd.storage.lock import is_locked
 from kvd.storage.pin_export import opened_store
@@ -46,6 +46,8 @@ def stat_store(state_dir: Path, codec: Codec = PLAIN) -> dict[str, Any]:
                     "nodes": store.num_rows(schema.DB_NODES),
                     "blocks": store.num_rows(schema.DB_BLOCKS),
                 }
+    except (StoreBusyError, StoreMovedError):
+        raise
     except StorageError as error:
         problems.append(str(error))
     return report | {"problems": problems}

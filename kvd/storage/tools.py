@@ -11,21 +11,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvd.commands import Recipe
 from kvd.storage import schema
+from kvd.storage.beside_daemon import read_steadily
 from kvd.storage.codec import Codec
 from kvd.storage.encryption import master_key_of, reading_encryption, seeing_codec
-from kvd.storage.errors import RecipesUnreadableError, StorageError, StoreDamagedError, UnknownFormatError
+from kvd.storage.errors import RecipesUnreadableError, StorageError, StoreBusyError, StoreDamagedError, StoreMovedError, UnknownFormatError
 from kvd.storage.generations import CURRENT_NAME, STORE_NAME, Generations, read_current
 from kvd.storage.keys import KeyRing
 from kvd.storage.keys_file import damaged_keys
 from kvd.storage.lock import StateLock, is_locked
-from kvd.storage.pin_export import opened_store
+from kvd.storage.pin_export import open_current, opened_store
 from kvd.storage.recipes import RecipeFileError, list_recipe_files, read_recipe_file, read_recipes, restore_recipes
 from kvd.storage.recovery import WAL_NAME
 from kvd.storage.schema import BadRowError
 from kvd.storage.sealing import BLOCK_OVERHEAD_BYTES, KEY_LOST, SealedCodec
 from kvd.storage.start_guard import read_failed_starts
 from kvd.storage.store import DATA_NAME, Store
+from kvd.storage.two_copies import Found
 from kvd.types import unpack_tokens
 from kvd.wal.quarantine import QUARANTINE_NAME, discard
 from kvd.wal.reader import SegmentEnd, read_segments
@@ -46,9 +49,9 @@ def check_store(state_dir: Path, *, repair: bool = False, key_file: str = "") ->
 
     Raises:
         StateLockedError: ``repair`` beside a live daemon.
+        StoreBusyError: a live daemon changed it faster than it could be read.
         EncryptionKeyError: the key is not the right one, there is nothing that it opens, or it is missing for a repair.
     """
-    problems: list[str] = []
     repaired: list[str] = []
     if repair:
         lock = StateLock(state_dir)
@@ -56,6 +59,17 @@ def check_store(state_dir: Path, *, repair: bool = False, key_file: str = "") ->
             repaired = _repair(state_dir, _sealing_codec(state_dir, key_file))
         finally:
             lock.release()
+    report, problems = read_steadily(state_dir, lambda: _checked(state_dir, key_file), is_bad=lambda found: bool(found[1]))
+    report["problems"] = problems
+    if repair:
+        report["repaired"] = repaired
+    report["ok"] = not problems
+    return report
+
+
+def _checked(state_dir: Path, key_file: str) -> tuple[dict[str, Any], list[str]]:
+    """The report without its ``problems``, and these."""
+    problems: list[str] = []
     encryption = reading_encryption(state_dir, key_file)
     codec = encryption.codec
     problems += damaged_keys(state_dir) if codec.is_sealed else ()
@@ -69,22 +83,18 @@ def check_store(state_dir: Path, *, repair: bool = False, key_file: str = "") ->
         **_check_generation(state_dir, codec, problems, is_blind=encryption.is_blind),
         **_check_log(state_dir, codec, problems),
     }
-    report["problems"] = problems
-    if repair:
-        report["repaired"] = repaired
-    report["ok"] = not problems
-    return report
+    return report, problems
 
 
 def dump_store(state_dir: Path, *, key_file: str = "") -> Iterator[dict[str, Any]]:
     """Everything that is kept, without the bytes of blocks, one JSON-like entry each: ``kind`` says what.
 
     Raises:
+        StoreBusyError: a live daemon changed it faster than it could be read.
         RecipesUnreadableError, StorageError, WalFormatError: a part that can't be read at all.
         EncryptionKeyError: the directory is encrypted and this is not its key.
     """
-    codec = seeing_codec(state_dir, key_file)
-    found = read_recipes(state_dir, codec)
+    codec, found = read_steadily(state_dir, lambda: _codec_and_recipes(state_dir, key_file))
     for recipe in (found.value or {}).values():
         yield {
             "kind": "recipe",
@@ -101,9 +111,17 @@ def dump_store(state_dir: Path, *, key_file: str = "") -> Iterator[dict[str, Any
         if not fault:
             for lsn, record in segment.records:
                 yield {"kind": "wal_record", "lsn": lsn, **_describe(record)}
-    with opened_store(state_dir, codec) as store:
-        if store is not None:
+    store = read_steadily(state_dir, lambda: open_current(state_dir, seeing_codec(state_dir, key_file)))
+    if store is not None:
+        try:
             yield from _dump_rows(store)
+        finally:
+            store.close()
+
+
+def _codec_and_recipes(state_dir: Path, key_file: str) -> tuple[Codec, Found[dict[str, Recipe]]]:
+    codec = seeing_codec(state_dir, key_file)
+    return codec, read_recipes(state_dir, codec)
 
 
 def block_extents(state_dir: Path, *, key_file: str = "") -> Iterator[tuple[Path, int, int]]:
@@ -177,6 +195,8 @@ def _check_generation(state_dir: Path, codec: Codec, problems: list[str], *, is_
                 _count_rows(store, report)
             elif store is not None:
                 _check_rows(store, report, problems)
+    except (StoreBusyError, StoreMovedError):
+        raise
     except StorageError as error:
         problems.append(str(error))
     return report

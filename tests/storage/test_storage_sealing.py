@@ -576,7 +576,7 @@ def test_a_damaged_row_of_a_pin_costs_its_bytes_in_an_export_not_the_export(tmp_
     txn.put_row(schema.DB_PINS, codec.pin_key("damaged"), b"no row of a pin")
     txn.commit()
     store.close()
-    report = export_pins(state, tmp_path / "pins.kvdpins", codec=codec)
+    report = export_pins(state, tmp_path / "pins.kvdpins", open_codec=lambda: codec)
     assert (report["pins"], report["blocks"], report["pins_without_all_bytes"]) == (2, 3, ["damaged"])
 
 
