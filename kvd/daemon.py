@@ -36,7 +36,7 @@ from kvd.executor.models.spec import ModelError, ModelSpec
 from kvd.frontend import Frontend, start_frontend
 from kvd.model_opening import OpenEngine, describe_model, open_engine
 from kvd.observe.progress import Progress
-from kvd.pin_rendering import current_recipes
+from kvd.pin_rendering import current_recipes, known_ids
 from kvd.scheduler.scheduler import Scheduler
 from kvd.storage.errors import (
     DiskFaultError,
@@ -339,7 +339,12 @@ class Daemon:
         self._facts.rehydration = report.as_dict()
         self._facts.startup["rehydrate"] = self._since(started)
         recipes, not_computed = current_recipes(
-            storage.recipe_book.recipes(), report, load_text=self._load_text, template_date=config.transport.template_date, log=self._log
+            storage.recipe_book.recipes(),
+            report,
+            load_text=self._load_text,
+            vocab_size=engine.vocab_size,
+            template_date=config.transport.template_date,
+            log=self._log,
         )
         loading.finish()
         self._facts.startup["weights_and_warm_up"] = self._since(started)
@@ -348,7 +353,7 @@ class Daemon:
         return StartWork(
             recipes=recipes,
             pins_not_computed=not_computed,
-            recompute=report.recompute,
+            recompute=known_ids(report.recompute, engine.vocab_size, self._log),
             pins_deadline_s=deadline_s,
             recompute_deadline_s=min(deadline_s, now + config.storage.recompute_budget_s),
         )

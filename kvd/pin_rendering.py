@@ -1,17 +1,17 @@
-"""Pins as the present model reads them: recipes kept as messages or text are rendered anew at every start."""
+"""What a start computes, as the present model reads it: recipes kept as messages or text are rendered anew at every start, and ids that it does not know never reach it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from kvd.commands import Recipe
+from kvd.commands import Recipe, Submit
 from kvd.storage.rehydration_report import RehydrationReport
 from kvd.text.errors import TextError
 from kvd.text.model import TextModel
-from kvd.types import pack_tokens
+from kvd.types import TOKEN_BYTES, pack_tokens, unpack_tokens
 
 
 class Log(Protocol):
@@ -21,7 +21,13 @@ class Log(Protocol):
 
 
 def current_recipes(
-    recipes: dict[str, Recipe], report: RehydrationReport, *, load_text: Callable[[], TextModel], template_date: str, log: Log
+    recipes: dict[str, Recipe],
+    report: RehydrationReport,
+    *,
+    load_text: Callable[[], TextModel],
+    vocab_size: int,
+    template_date: str,
+    log: Log,
 ) -> tuple[dict[str, Recipe], dict[str, str]]:
     """The recipes with the ids that this model's text side gives them today; and those that are not to be computed, with the reason."""
     if not recipes:
@@ -34,6 +40,7 @@ def current_recipes(
     for name, recipe in recipes.items():
         try:
             rendered = msgspec.structs.replace(recipe, token_ids=_render(recipe, text, template_date))
+            _check_ids(rendered.token_ids, vocab_size)
         except TextError as error:
             not_computed[name] = str(error)
             log.warning("pin_not_computed", name=name, reason=str(error))
@@ -47,6 +54,30 @@ def current_recipes(
     if not report.recompute_pins:
         log.warning("pins_not_computed", num_pins=len(not_computed), failed_computations=report.failed_computations)
     return current, not_computed
+
+
+def known_ids(submits: Sequence[Submit], vocab_size: int, log: Log) -> tuple[Submit, ...]:
+    """Those of the prefixes to be computed anew whose ids the model knows: what stands on disk may come from a pin set that was made by hand."""
+    known = []
+    for submit in submits:
+        try:
+            _check_ids(submit.token_ids, vocab_size)
+        except TextError as error:
+            log.warning("prefix_not_computed", reason=str(error))
+        else:
+            known.append(submit)
+    return tuple(known)
+
+
+def _check_ids(token_ids: bytes, vocab_size: int) -> None:
+    """Raises:
+    TextError: they are no tokens of a vocabulary of so many.
+    """
+    if len(token_ids) % TOKEN_BYTES:
+        raise TextError(f"{len(token_ids)} bytes are no whole tokens")
+    highest = max(unpack_tokens(token_ids), default=0)
+    if highest >= vocab_size:
+        raise TextError(f"token id {highest} is beyond the model's vocabulary of {vocab_size}")
 
 
 def _render(recipe: Recipe, text: TextModel, template_date: str) -> bytes:
