@@ -138,7 +138,10 @@ class ForgetPrefixes(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForgetDone(msgspec.Struct, frozen=True, tag=True):
-    """From storage: what ``op_id`` asked to be forgotten has left the disk (``error`` empty), or it failed. ``num_blocks`` that storage knew."""
+    """From storage: what ``op_id`` asked to be forgotten has left the disk (``error`` empty), or it failed. ``num_blocks`` that storage knew.
+
+    ``op_id`` empty: nobody waits, a forget that was not done was tried again.
+    """
 
     op_id: bytes
     num_blocks: int = 0

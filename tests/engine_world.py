@@ -192,6 +192,8 @@ class FakeStore:
     def idle_delay_s(self):
         return self.idle_delay
 
+    may_forget = True
+
     def is_forgetting(self, recipe):
         return recipe.tenant_salt in self.unfinished
 

@@ -46,6 +46,8 @@ class Forgetting:
         whole = command.token_ids[: len(command.token_ids) // self._block_bytes * self._block_bytes]
         if command.token_ids and not whole:
             return [], [OpFailed(command.op_id, ErrorCode.PIN_TOO_SHORT, "the prefix holds no full block, so nothing is kept under it")]
+        if not self._observer.may_forget:
+            return [], [OpFailed(command.op_id, ErrorCode.OVERLOADED, "too many forgets are not done yet", _RETRY_AFTER_S)]
         selection = Selection(command.tenant, command.tenant_salt, whole)
         recipes, computing, own = self._pins.forget(selection)
         events: list[Event] = []
@@ -66,11 +68,16 @@ class Forgetting:
 
     def on_done(self, command: ForgetDone) -> list[Event]:
         """The disk's part is over."""
+        self._pins.release_unrecorded()
         done = self._open.pop(command.op_id, None)
         if done is None:
             return []
         if command.error:
             return [
-                OpFailed(command.op_id, ErrorCode.STORAGE_ERROR, f"it has left memory, not (all of) the disk; try again: {command.error}")
+                OpFailed(
+                    command.op_id,
+                    ErrorCode.STORAGE_ERROR,
+                    f"it has left memory, not (all of) the disk; the daemon tries again by itself, ask again to know: {command.error}",
+                )
             ]
         return [OpDone(command.op_id, {"blocks": max(done.num_blocks, command.num_blocks), "pins": done.num_pins})]

@@ -147,6 +147,12 @@ class Pins:
             self._not_held.pop(name, None)
         return recipes, computing, events
 
+    def release_unrecorded(self) -> None:
+        """Let go of what is held for recipes that storage has not any more: a forget took them."""
+        kept = self._recipes.recipes().keys() | {pending.recipe.name for pending in self._recording.values()}
+        for name in [name for name in self._cache.pins() if name not in kept]:
+            self._cache.unpin(name)
+
     def restore(self, recipes: dict[str, Recipe], not_computed: Mapping[str, str] = _NOTHING) -> list[Event]:
         """Hold every recipe's prefix again at start; computes what rehydration did not bring back. Highest priority first.
 
@@ -156,7 +162,7 @@ class Pins:
         events: list[Event] = []
         leaving = set(self._unpinning.values())
         for recipe in sorted(recipes.values(), key=lambda each: (-each.priority, each.created_unix_s)):
-            if recipe.name in leaving:
+            if recipe.name in leaving or self._observer.is_forgetting(recipe):
                 continue
             num_blocks = len(recipe.token_ids) // self._block_bytes
             refusal = self._refuse(recipe, num_blocks)

@@ -68,6 +68,10 @@ class CacheObserver(Protocol):
     def is_forgetting(self, recipe: Recipe) -> bool:
         """Whether a forget that was begun, by this life or an earlier one, and is not done would take this pin too."""
 
+    @property
+    def may_forget(self) -> bool:
+        """Whether there is room for another forget beside those that are not done."""
+
     def block_on_disk(self, block_hash: BlockHash) -> tuple[bool, float]:
         """Whether a block's bytes are on disk, and when a request last used it (seconds since the epoch, 0 if unknown)."""
 

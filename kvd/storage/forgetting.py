@@ -9,13 +9,13 @@
     6  the intent is gone, and whoever asked is told
 
 A forget that fails is not told as done; its intent stays, and its work is done with the next forget, at the next start, or when it is tried again after growing
-pauses. Until then it would take any pin of what it forgets, so no such pin is accepted.
+pauses. Until then it would take any pin of what it forgets, so no such pin is accepted. A store that can't be written is no reason: it gives way to an empty one,
+and what is in memory is written anew.
 """
 
 from __future__ import annotations
 
 import queue
-import shutil
 import threading
 import time
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from kvd.storage.ports import Log, StorageInbox
 from kvd.storage.recipes import RecipeStore
 from kvd.storage.running import Running
 from kvd.wal.disk_faults import fault_sentence
-from kvd.wal.durable import sync_directory
+from kvd.wal.durable import erase, sync_directory
 from kvd.wal.quarantine import QUARANTINE_NAME
 
 declare(
@@ -54,6 +54,10 @@ _LOG_S = 60.0
 _POLL_S = 0.01
 _RETRY_MIN_S = 60.0
 _RETRY_MAX_S = 3600.0
+_NUM_TRIES = 3
+MAX_UNFINISHED = 256
+MAX_UNFINISHED_BYTES = 4 << 20
+"""Of the hashes that the intent names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,11 @@ class Forgetting:
             log.warning("storage.damage", what=damage)
         if self._marks:
             self._forget_recipes(tuple(self._marks), {}, must_succeed=False)
+        self._is_written = True
+        """Whether the intent on disk names all of them."""
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._begun: dict[bytes, Selection] = {}
+        """What was asked for and is not answered."""
         self._stopping = threading.Event()
         self._retry_s = _RETRY_MIN_S
         self._reported = ""
@@ -130,11 +138,21 @@ class Forgetting:
 
     def request(self, op_id: bytes, selection: Selection, pins: dict[str, Recipe]) -> None:
         """``pins``: recipes that are in the selection by what they are today, whatever tokens they state."""
+        self._begun[op_id] = selection
         self._asked.put(_Asked(op_id, selection, pins))
 
     def takes(self, recipe: Recipe) -> bool:
         """Whether what is not done yet would take this pin; from any thread."""
-        return any(mark.takes(recipe, self._fingerprint, self._block_bytes) for mark in tuple(self._marks))
+        return any(each.holds(recipe.tenant_salt, recipe.token_ids) for each in tuple(self._begun.values())) or any(
+            mark.takes(recipe, self._fingerprint, self._block_bytes) for mark in tuple(self._marks)
+        )
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another forget may be asked for: what is not done yet stays in memory and on disk until it is."""
+        marks = tuple(self._marks)
+        num_bytes = sum(len(key) for mark in marks for chain in mark.chains for key in chain)
+        return len(marks) + len(self._begun) < MAX_UNFINISHED and num_bytes < MAX_UNFINISHED_BYTES
 
     def stop(self, timeout_s: float) -> bool:
         """End after what is under way, or in the middle of it after ``timeout_s``: the next start completes it."""
@@ -160,8 +178,8 @@ class Forgetting:
             elif not error and num_marks:
                 self._log.info("forget.completed", num_marks=num_marks)
             self._reported = error
-            if asked.op_id:
-                self._inbox.put_internal(ForgetDone(asked.op_id, num_blocks, error))
+            self._begun.pop(asked.op_id, None)
+            self._inbox.put_internal(ForgetDone(asked.op_id, num_blocks, error))
 
     def _next(self) -> _Asked | None:
         """What is asked for next; after a while without anything, what is left of a forget that failed."""
@@ -180,8 +198,11 @@ class Forgetting:
         if asked.selection is not None:
             mark = mark_of(asked.selection, self._namespaces(asked.selection, running), self._block_bytes)
             if mark not in self._marks:
-                write_intent(self._state_dir, [*self._marks, mark], self._codec)
-                self._marks.append(mark)
+                self._marks.append(mark)  # before it is written down: what can't be is tried again while this process lives
+                self._is_written = False
+        if not self._is_written:
+            write_intent(self._state_dir, self._marks, self._codec)
+            self._is_written = True
         marks = tuple(self._marks)
         failpoint("forget.before_nodes")
         superseded = self._renew_keys(marks)
@@ -197,7 +218,7 @@ class Forgetting:
         if superseded and self._parts.keys is not None:
             self._parts.keys.drop_superseded(superseded)
         failpoint("forget.before_quarantine")
-        self._remove_what_was_set_aside()
+        self._erase_what_was_set_aside(running)
         failpoint("forget.before_done")
         write_intent(self._state_dir, [])
         failpoint("forget.after_done")
@@ -222,12 +243,18 @@ class Forgetting:
         return known | ({Namespace(self._fingerprint, selection.salt)} if selection.salt is not None else set())
 
     def _forget_nodes(self, running: Running, marks: tuple[Mark, ...]) -> tuple[int, int]:
-        done: queue.SimpleQueue[tuple[int, int, str]] = queue.SimpleQueue()
-        running.planner.post(ForgetNodes(marks, lambda *result: done.put(result)))
-        num_nodes, lsn, error = self._wait_for(done, running)
-        if error:
-            raise ForgetError(error)
-        return num_nodes, lsn
+        total = 0
+        for _ in range(_NUM_TRIES):
+            done: queue.SimpleQueue[tuple[int, int, str]] = queue.SimpleQueue()
+            running.planner.post(ForgetNodes(marks, lambda *result, done=done: done.put(result)))
+            num_nodes, lsn, error = self._wait_for(done, running)
+            total += num_nodes
+            if not error:
+                return total, lsn
+            if why := running.store.begin_anew():
+                error = why
+                break
+        raise ForgetError(error)
 
     def _wait_for(self, done: queue.SimpleQueue[tuple[int, int, str]], running: Running) -> tuple[int, int, str]:
         deadline_s = time.monotonic() + _NODES_S
@@ -273,13 +300,12 @@ class Forgetting:
                 raise ForgetError(f"the log's old segments are still there{running.wal.fault and ': '}{running.wal.fault}")
             time.sleep(_POLL_S)
 
-    def _remove_what_was_set_aside(self) -> None:
-        store, quarantine = self._state_dir / STORE_NAME, self._state_dir / QUARANTINE_NAME
-        for path in [*store.glob("*.aside"), quarantine]:
-            if path.exists():
-                shutil.rmtree(path)
-                sync_directory(path.parent)
-        if store.is_dir():
-            sync_directory(store)  # the generation that was rewritten is gone for good, too: a power cut would bring it back
+    def _erase_what_was_set_aside(self, running: Running | None) -> None:
+        if running is not None and (error := running.store.erase_others()):
+            raise ForgetError(error)
+        quarantine = self._state_dir / QUARANTINE_NAME
+        if quarantine.exists():
+            erase(quarantine)
+            sync_directory(self._state_dir)
 
 

@@ -23,7 +23,7 @@ from kvd.storage.errors import StoreBlockedError, StoreDamagedError, StoreFullEr
 from kvd.storage.schema import FORMAT_VERSION, StoreMeta, check_format
 from kvd.storage.store import DATA_NAME, Store
 from kvd.wal.disk_faults import disk_bytes, is_passing
-from kvd.wal.durable import read_regular, remove_any, replace_file, sync_directory
+from kvd.wal.durable import erase, read_regular, remove_any, replace_file, sync_directory
 from kvd.wal.quarantine import QUARANTINE_NAME, discard, make_folder
 
 declare(
@@ -202,17 +202,29 @@ class Generations:
         except StoreFullError:
             return None
 
-    def replaced_by_empty(self, old: Store, now_unix_s: int) -> Store:
-        """An empty generation in the place of ``old``, which is closed and removed.
+    def replaced_by_empty(self, old: Store | None, now_unix_s: int) -> Store:
+        """An empty generation in the place of ``old`` (None: it is not open), which is closed and removed.
 
         Raises:
             StoreBlockedError, StoreDamagedError, OSError: there is none yet.
         """
-        old.close()
-        self._remove_aside()
-        store = self.create_fresh(now_unix_s)
-        self._remove_aside()
-        return store
+        if old is not None:
+            old.close()
+        self.set_aside()
+        self._remove_aside()  # first: on a full disk the new one has no other room
+        return self.create_fresh(now_unix_s)
+
+    def erase_others(self, *, keep_current: bool) -> None:
+        """Leave nothing of generations but the current one: folders that are replaced, set aside or unfinished.
+
+        Raises:
+            OSError: some of it is still there.
+        """
+        for path in list(self._root.iterdir()):
+            is_current = keep_current and path == self._directory()
+            if not is_current and (path.name.isdecimal() or path.name.startswith(".") or path.suffix == ".aside"):
+                erase(path)
+        sync_directory(self._root)  # a power cut would bring them back
 
     def set_aside(self) -> None:
         """Take the current generation, closed or never opened, out of use.

@@ -379,6 +379,11 @@ class Storage:
         return self._open_forgetting.takes(recipe)
 
     @property
+    def may_forget(self) -> bool:
+        """Whether there is room for another forget beside those that are not done."""
+        return self._open_forgetting.has_room
+
+    @property
     def _open_forgetting(self) -> Forgetting:
         assert self._forgetting is not None, "open comes first"
         return self._forgetting

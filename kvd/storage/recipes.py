@@ -158,6 +158,8 @@ class _Change:
     must_sync: bool
     on_done: Callable[[str], None] | None = None
     """Told instead of the engine."""
+    takes: Callable[[Recipe], bool] | None = None
+    """What goes from memory, whatever the disk says."""
 
 
 class RecipeStore:
@@ -240,12 +242,12 @@ class RecipeStore:
             self._wake.notify_all()
 
     def forget(self, takes: Callable[[Recipe], bool]) -> str:
-        """Remove the pins that ``takes`` takes, and every file that may hold one removed before; waits for it. Empty, or why not."""
+        """Remove the pins that ``takes`` takes, and every file that may hold one removed before; waits for it. Empty, or why not: then they are gone from memory alone."""
         done: queue.SimpleQueue[str] = queue.SimpleQueue()
         with self._wake:
             names = [name for name, recipe in _changed(self._durable, self._pending).items() if takes(recipe)]
             self._pending += [_Change(b"", name, None, must_sync=True, on_done=lambda _: None) for name in names]
-            self._pending.append(_Change(b"", "", None, must_sync=True, on_done=done.put))
+            self._pending.append(_Change(b"", "", None, must_sync=True, on_done=done.put, takes=takes))
             self._wake.notify_all()
         while self._thread.is_alive():
             with contextlib.suppress(queue.Empty):
@@ -298,6 +300,10 @@ class RecipeStore:
         with self._wake:
             if not error:
                 self._durable, self._sizes = recipes, sizes
+            else:  # what is forgotten is served no more: every later write is without it, and a start takes it out again
+                for takes in [change.takes for change in batch if change.takes is not None]:
+                    self._durable = {name: recipe for name, recipe in self._durable.items() if not takes(recipe)}
+                    self._sizes = {name: size for name, size in self._sizes.items() if name in self._durable}
             del self._pending[: len(batch)]
         for change, why in zip(batch, whys, strict=True):
             if change.on_done is not None:

@@ -142,7 +142,7 @@ class StoreThread:
         self._num_readers = 0
         self._changes: deque[Changes] = deque()
         self._staged: deque[StagedBatch] = deque()
-        self._rewrites: deque[queue.SimpleQueue[str]] = deque()
+        self._asked: deque[tuple[Callable[[], str], queue.SimpleQueue[str]]] = deque()
         self._eager = False
         self._stopping = False
         # the thread's own
@@ -176,11 +176,22 @@ class StoreThread:
     def rewrite(self) -> str:
         """Have all rows in a new generation and the old one unlinked, so that nothing of what was deleted is left; empty, or why not. Waits for it.
 
-        Where disk or budget have no room for both, the new one is empty, and what is in memory is written anew.
+        Where disk or budget have no room for both, or nothing can be written to the old one, the new one is empty, and what is in memory is written anew.
         """
+        return self._ask(self._rewrite)
+
+    def begin_anew(self) -> str:
+        """Have a store that can't be written give way to an empty one, and what is in memory written anew; empty, or why not. Waits for it."""
+        return self._ask(self._begin_anew)
+
+    def erase_others(self) -> str:
+        """Have nothing left of other generations than the current one; empty, or why not. Waits for it."""
+        return self._ask(self._erase_others)
+
+    def _ask(self, work: Callable[[], str]) -> str:
         answer: queue.SimpleQueue[str] = queue.SimpleQueue()
         with self._wake:
-            self._rewrites.append(answer)
+            self._asked.append((work, answer))
             self._wake.notify_all()
         while self._thread.is_alive():
             with contextlib.suppress(queue.Empty):
@@ -228,16 +239,16 @@ class StoreThread:
                 changes, staged = list(self._changes), list(self._staged)
                 self._changes.clear()
                 self._staged.clear()
-                rewrites = list(self._rewrites)
-                self._rewrites.clear()
+                asked = list(self._asked)
+                self._asked.clear()
                 eager, stopping = self._eager, self._stopping
             if self._is_degraded:
                 self._discard(staged)
-                for answer in rewrites:
-                    answer.put("the store is degraded")
+                for work, answer in asked:
+                    answer.put("the store's thread ends" if stopping else work())
                 if stopping:
                     break
-                if time.monotonic() >= self._next_probe_s:
+                if self._is_degraded and time.monotonic() >= self._next_probe_s:
                     self._probe()
                 continue
             try:
@@ -251,8 +262,8 @@ class StoreThread:
             except Exception as error:
                 self._degrade(error)
                 self._discard(staged)
-            for answer in rewrites:
-                answer.put("the store is degraded" if self._is_degraded else self._rewrite())
+            for work, answer in asked:
+                answer.put(work())
             if stopping:
                 break
         store = self._take_store()
@@ -266,7 +277,8 @@ class StoreThread:
                 self._commit()
         except Exception as error:
             self._degrade(error)
-            return fault_sentence(error)
+        if self._is_degraded:
+            return self._begin_anew()
         store, generation = self._take_store(), self._generations.current.generation
         assert store is not None, "it is not degraded"
         try:
@@ -281,14 +293,26 @@ class StoreThread:
             refused = isinstance(error, OSError) and is_passing(error)  # of a folder or of CURRENT: nothing is wrong with what was committed
             self._degrade(StoreBlockedError(fault_sentence(error)) if refused else error)
             return fault_sentence(error)
-        if fresh is None and (fault := self._begin_anew(store)):
-            return fault
-        if fresh is not None:
-            with self._reading:
-                self._store = fresh
+        if fresh is None:
+            return self._replace_by_empty(store)
+        with self._reading:
+            self._store = fresh
         return ""
 
-    def _begin_anew(self, store: Store) -> str:
+    def _begin_anew(self) -> str:
+        if not self._is_degraded:
+            return ""
+        self._read_late = None
+        return self._replace_by_empty(self._take_store())
+
+    def _erase_others(self) -> str:
+        try:
+            self._generations.erase_others(keep_current=not self._is_lost)
+        except Exception as error:
+            return fault_sentence(error)
+        return ""
+
+    def _replace_by_empty(self, store: Store | None) -> str:
         """An empty generation in the place of ``store``, which nobody reads; empty, or why there is none yet."""
         try:
             fresh = self._generations.replaced_by_empty(store, int(self._clock.unix()))
@@ -298,8 +322,9 @@ class StoreThread:
         with self._reading:
             self._store = fresh
         self._applied_lsn = fresh.meta.applied_lsn
+        self._is_degraded = self._is_lost = self._must_reopen = False
         self._epoch += 1
-        self._on_result(Degraded("there was no room to copy what stays beside what is forgotten; it is written anew", True, [], self._epoch))
+        self._on_result(Degraded("what is forgotten could not be left out of the store in its place: what stays is written anew", True, [], self._epoch))
         self._on_result(Resumed())
         return ""
 
@@ -311,7 +336,7 @@ class StoreThread:
         return store
 
     def _has_work(self) -> bool:
-        return bool(self._changes or self._staged or self._rewrites or self._stopping or (self._eager and self._txn is not None))
+        return bool(self._changes or self._staged or self._asked or self._stopping or (self._eager and self._txn is not None))
 
     def _apply(self, changes: Changes) -> None:
         if changes.epoch != self._epoch:

@@ -137,8 +137,13 @@ class TwoCopies:
         self.directory.mkdir(mode=0o700, exist_ok=True)
         temporary = self._unsynced.with_name(f".{self._unsynced.name}.tmp")
         remove_any(temporary)
-        write_private(temporary, data)
-        temporary.replace(self._unsynced)
+        try:
+            write_private(temporary, data)
+            temporary.replace(self._unsynced)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._remove(temporary)
+            raise
 
     def read_unsynced(self, found: Found[T], decode: Callable[[bytes], tuple[int, T]]) -> Found[T]:
         """``found``, or what the unsynced file holds if that is newer. ``decode`` gives its generation and state, and raises ``CopyDamagedError``.
@@ -183,6 +188,8 @@ class TwoCopies:
             OSError: it could not be done; what was readable still is.
         """
         if found.is_settled:
+            with contextlib.suppress(OSError):  # the next change tries again, and says so
+                self._remove_unfinished()
             return found.highest
         first = found.highest + 1
         self.write(first, encode)
@@ -193,11 +200,17 @@ class TwoCopies:
         return first + COPIES - 1
 
     def remove_before(self, first: int) -> None:
-        """Remove every file but ``first`` and the next, the unsynced one too, durably."""
+        """Remove every file but ``first`` and the next, the unsynced one and unfinished ones too, durably."""
         failpoint(f"{self._folder}.before_unlink")
         for number, path in self.files():
             if not first <= number < first + COPIES:
                 self._remove(path)
         if os.path.lexists(self._unsynced):
             self._remove(self._unsynced)
+        self._remove_unfinished()
         sync_directory(self.directory)
+
+    def _remove_unfinished(self) -> None:
+        """What a crash or a refusing disk left of files that never got their name; they hold what any other does."""
+        for path in self.directory.glob(f".{self._folder}.*.tmp"):
+            self._remove(path)

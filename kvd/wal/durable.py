@@ -98,6 +98,28 @@ def remove_any(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def erase(path: Path) -> None:
+    """Remove what ``path`` and everything below it hold: a file that can't be unlinked is emptied, durably. Otherwise not durable by itself.
+
+    Raises:
+        OSError: some of it is still there.
+    """
+    if path.is_dir() and not path.is_symlink():
+        for each in list(path.iterdir()):
+            erase(each)
+        with contextlib.suppress(OSError):  # one in which an emptied file had to stay
+            path.rmdir()
+        return
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
 def replace_file(path: Path, data: bytes, *, points: tuple[str, str, str]) -> None:
     """Replace ``path`` by ``data`` durably. ``points`` are the failpoints before the sync, before the rename and before the directory's sync.
 

@@ -326,6 +326,8 @@ class WalWriter:
             raise
         if suspect is not None and rescued:
             self._unlink(suspect.number)
+        elif suspect is not None:
+            self._retired_lsn = min(self._retired_lsn, suspect.last_lsn - 1)  # as ``_seal``
 
     def _rescue(self, suspect: _Active) -> list[Entry]:
         """The durable records of a segment whose sync failed; none if they can't all be read back, and then the segment stays."""
@@ -420,6 +422,7 @@ class WalWriter:
     def _seal(self) -> None:
         if self._active is not None:
             os.close(self._active.fd)
+            self._retired_lsn = min(self._retired_lsn, self._active.last_lsn - 1)  # it could not be unlinked while it was written to: now it may be
             self._active = None
 
     def _fail(self, error: Exception) -> None:

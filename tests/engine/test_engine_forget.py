@@ -6,7 +6,7 @@ import pytest
 from engine_world import World, recipe
 
 from kvd.cache.tenants import tenant_salt
-from kvd.commands import ForgetPrefixes, Query
+from kvd.commands import ForgetDone, ForgetPrefixes, Query
 from kvd.engine.loop import LoopEnd
 from kvd.types import pack_tokens
 
@@ -232,3 +232,49 @@ def test_a_start_restores_a_tenants_pins_under_its_own_salt():
 
     world = World(recipes=[recipe("acme/system", SYSTEM, salt=ACME), recipe("rival/system", SYSTEM, salt=RIVAL)])
     assert world.run(life(world)) is LoopEnd.DRAINED
+
+
+def test_what_storage_took_a_recipe_of_is_held_no_more():
+    def life(world):
+        yield from world.ready()
+        yield from pinned(world, "acme/a", SYSTEM, salt=ACME)
+        yield from pinned(world, "rival/a", SYSTEM, salt=RIVAL)
+        recording = world.pin("rival/b", OTHER, salt=RIVAL)
+        yield from world.until(lambda: world.book.pending)
+        del world.book.durable["acme/a"]
+        world.inbox.put_internal(ForgetDone(b""))  # a forget that had failed was tried again
+        yield from world.until(lambda: "acme/a" not in world.cache.pins())
+        assert set(world.cache.pins()) == {"rival/a", "rival/b"}
+        world.book.settle()
+        yield from world.until(lambda: world.store.checkpoints)
+        world.store.settle()
+        yield from world.answered(recording)
+        assert not world.client.answers[recording].result.get("error")
+
+    ends(life)
+
+
+def test_a_replaced_pin_that_is_being_forgotten_is_not_held_again():
+    def life(world):
+        yield from world.ready()
+        yield from pinned(world, "acme/a", SYSTEM, salt=ACME)
+        world.store.unfinished.add(ACME)
+        kept = world.book.recipes()
+        world.cache.unpin("acme/a")
+        assert world.pins.restore(kept) == []
+        assert not world.cache.pins()
+
+    ends(life)
+
+
+def test_more_forgets_than_can_be_kept_are_refused_before_anything_is_forgotten():
+    def life(world):
+        yield from world.ready()
+        yield from pinned(world, "acme/a", SYSTEM, salt=ACME)
+        world.store.may_forget = False
+        op_id = world.op(ForgetPrefixes, "acme")
+        yield from world.answered(op_id)
+        assert world.client.answers[op_id].code == "overloaded"
+        assert set(world.cache.pins()) == {"acme/a"}
+
+    ends(life)

@@ -21,11 +21,14 @@ from kvd.cache.tenants import Selection, tenant_salt
 from kvd.commands import ForgetDone, Recipe
 from kvd.observe import failpoints
 from kvd.storage import forgetting as forget_module
+from kvd.storage import recipes as recipes_module
 from kvd.storage import store_thread as store_module
-from kvd.storage.errors import StoreDamagedError, StoreFullError, UnknownFormatError
+from kvd.storage.errors import StoreDamagedError, StoreFullError, StoreMapFullError, UnknownFormatError
 from kvd.storage.forget_intent import INTENT_NAME, Mark, write_intent
+from kvd.storage.recipes import read_recipes
 from kvd.storage.store import Store
 from kvd.storage.tools import check_store
+from kvd.storage.two_copies import TwoCopies
 
 pytestmark = pytest.mark.store
 
@@ -214,6 +217,29 @@ def test_a_forget_that_failed_is_tried_again_and_would_take_a_pin_until_it_is_do
     world.stop()
 
 
+def test_a_forget_whose_intent_could_not_even_be_written_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(forget_module, "_RETRY_MIN_S", 0.05)
+    monkeypatch.setattr(forget_module, "_RETRY_MAX_S", 0.1)
+    world = World(tmp_path)
+    live(world)
+    real, tries = forget_module.write_intent, []
+
+    def full_disk(state_dir, marks, *codec):
+        tries.append(list(marks))
+        if len(tries) <= 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(state_dir, marks, *codec)
+
+    monkeypatch.setattr(forget_module, "write_intent", full_disk)
+    assert forget(world, PREFIX).error.startswith("enospc: the disk is full")
+    world.until(lambda: not world.storage._forgetting.unfinished, 30)
+    assert len(tries) == 5
+    assert tries[0] == tries[3] != tries[4] == [], "it is written down before anything is done"
+    assert found_in(tmp_path, OWN) == set()
+    assert not (tmp_path / INTENT_NAME).exists()
+    world.stop()
+
+
 @pytest.mark.parametrize("selection", [Selection("", b""), Selection("", b"", SECRET[: 4 * 64])], ids=["salt", "prefix"])
 def test_what_is_asked_for_again_meanwhile_is_known_as_new(tmp_path, monkeypatch, selection):
     world = World(tmp_path)
@@ -313,6 +339,123 @@ def test_a_disk_that_is_too_full_for_a_folder_costs_the_forget_not_the_store(tmp
     assert world.storage.status()["blocks"] >= 6
     assert forget(world, WHOLE, b"again").error == ""
     assert found_in(tmp_path, OWN | OWN_ROWS) == set()
+    world.stop()
+
+
+def test_a_store_that_can_not_be_written_gives_way_to_an_empty_one(tmp_path, monkeypatch):
+    world = World(tmp_path)
+    live(world)
+    before = world.storage._running.recovered.generations.current.generation
+    begin = Store.begin
+
+    def fail(store):
+        if store.meta.generation == before:
+            raise StoreMapFullError("map_full")
+        return begin(store)
+
+    monkeypatch.setattr(Store, "begin", fail)
+    for _ in range(2):
+        world.ask(prompt(11, 97), OTHERS)
+    assert world.checkpoint().error
+    assert forget(world, WHOLE).error == ""
+    assert world.storage._running.recovered.generations.current.generation > before
+    assert found_in(tmp_path, OWN | OWN_ROWS) == set()
+    assert not world.checkpoint().error
+    world.stop()
+    again = World(tmp_path)
+    assert again.ask(KEPT, OTHERS) == 96
+    assert again.num_restored == 96
+    again.stop()
+
+
+@pytest.mark.parametrize("may_be_emptied", [True, False])
+def test_it_is_not_told_as_done_while_an_old_file_holds_it(tmp_path, monkeypatch, may_be_emptied):
+    world = World(tmp_path)
+    live(world)
+    clutter(tmp_path)
+    with monkeypatch.context() as patched:
+        unlink, open_file = os.unlink, os.open
+
+        def no_unlink(path, *args, **kwargs):
+            if Path(os.fsdecode(path)).name in {"data.mdb", "0000000000000001.wal"} and "wal/" not in os.fsdecode(path):
+                raise OSError(errno.EIO, "Input/output error")
+            unlink(path, *args, **kwargs)
+
+        def no_truncate(path, flags, *args, **kwargs):
+            if flags & os.O_TRUNC:
+                raise OSError(errno.EIO, "Input/output error")
+            return open_file(path, flags, *args, **kwargs)
+
+        patched.setattr(os, "unlink", no_unlink)
+        if not may_be_emptied:
+            patched.setattr(os, "open", no_truncate)
+        done = forget(world, WHOLE)
+        assert (done.error == "") == may_be_emptied
+        assert (tmp_path / INTENT_NAME).exists() != may_be_emptied
+        assert bool(found_in(tmp_path, OWN | OWN_ROWS)) != may_be_emptied
+    assert forget(world, WHOLE, b"again").error == ""
+    assert found_in(tmp_path, OWN | OWN_ROWS) == set()
+    world.stop()
+
+
+def test_a_start_on_a_disk_that_takes_no_recipes_serves_nothing_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(forget_module, "_RETRY_MIN_S", 0.05)
+    world = World(tmp_path)
+    live(world)
+    crash(world)
+    write_intent(tmp_path, [Mark("acme")])
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TwoCopies, "write", full)
+        world = World(tmp_path)
+        assert list(world.storage.recipe_book.recipes()) == ["rules"]
+        assert world.cache.match(SECRET, ACME).num_tokens == 0
+        assert (tmp_path / INTENT_NAME).exists()
+    world.until(lambda: not (tmp_path / INTENT_NAME).exists(), timeout_s=30)
+    assert found_in(tmp_path, OWN | OWN_ROWS) == set()
+    world.stop()
+
+
+def test_what_a_pin_was_replaced_for_in_vain_is_forgotten_too(tmp_path, monkeypatch):
+    world = World(tmp_path)
+    live(world)
+    book = world.storage.recipe_book
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TwoCopies, "write", full)
+        with book._wake:  # both in one write
+            book.put(b"put", Recipe(name="acme/safe", token_ids=KEPT, tokenizer_digest=b"", tenant_salt=ACME.tenant_salt))
+            book._pending.append(recipes_module._Change(b"", "", None, must_sync=True, on_done=print, takes=lambda recipe: recipe.text == TEXT))
+        assert world.wait_for(b"put").error
+        assert list(book.recipes()) == ["rules"]
+    assert book.forget(lambda _: False) == ""
+    assert list(read_recipes(tmp_path).value) == ["rules"]
+    world.stop()
+
+
+def test_forgets_that_are_not_done_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(forget_module, "MAX_UNFINISHED", 2)
+    world = World(tmp_path)
+    live(world)
+    with monkeypatch.context() as patched:
+        patched.setattr(world.storage.recipe_book, "forget", lambda takes: "the disk is on fire")
+        for number, selection in enumerate((PREFIX, Selection("rival"))):
+            assert world.storage.may_forget
+            assert forget(world, selection, b"%d" % number).error
+        assert not world.storage.may_forget
+    assert forget(world, PREFIX, b"again").error == ""
+    assert world.storage.may_forget
+    monkeypatch.setattr(forget_module, "MAX_UNFINISHED_BYTES", 32)
+    with monkeypatch.context() as patched:
+        patched.setattr(world.storage.recipe_book, "forget", lambda takes: "the disk is on fire")
+        assert forget(world, PREFIX, b"long").error
+    assert not world.storage.may_forget
     world.stop()
 
 

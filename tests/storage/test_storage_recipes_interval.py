@@ -6,6 +6,7 @@ import errno
 import os
 import struct
 import time
+from pathlib import Path
 
 import pytest
 from crc32c import crc32c
@@ -163,3 +164,32 @@ def test_while_syncs_fail_nothing_is_acknowledged_unsynced(tmp_path, monkeypatch
     assert not book.fault
     assert book.close(10)
     assert set(read_recipes(tmp_path).value) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("name", [".recipes.unsynced.tmp", ".recipes.7.tmp"])
+def test_a_file_that_never_got_its_name_goes_at_a_start_and_with_the_next_change(tmp_path, name):
+    book = Book(tmp_path)
+    assert book.change("a", must_sync=True, remove=True) == ""
+    left = tmp_path / "recipes" / name
+    left.write_bytes(b"the text of a pin")
+    assert book.forget(lambda _: False) == ""
+    assert not left.exists()
+    assert book.close(10)
+    left.write_bytes(b"the text of a pin")
+    book = Book(tmp_path)
+    assert not left.exists()
+    assert book.close(10)
+
+
+def test_an_unsynced_file_that_could_not_be_written_leaves_nothing(tmp_path, monkeypatch):
+    book = Book(tmp_path)
+    assert book.change("a") == ""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    assert "enospc" in book.change("b")
+    monkeypatch.undo()
+    assert [path.name for path in (tmp_path / "recipes").iterdir() if path.name.startswith(".")] == []
+    assert book.close(10)

@@ -390,6 +390,24 @@ def test_a_segment_given_up_over_another_s_unlinking_goes_once_all_of_it_is_appl
     assert [each.last_lsn for each in (read_segment(*entry) for entry in list_segments(wal))] == [61]
 
 
+def test_a_sealed_segment_that_was_applied_before_it_was_written_goes(wal):
+    writer = open_writer(wal, sync_interval_s=60.0)
+    for record in some_records(3):
+        writer.append(record)
+    assert writer.flush(10)
+    writer.append(Unpin("a"))
+    assert writer.seal() == 4
+    writer.append(Unpin("b"))  # in the same round, and nothing is applied after it
+    writer.retire(4)
+    assert writer.flush(10)
+    end = time.monotonic() + 10
+    while writer.lowest_last_lsn <= 4:
+        assert time.monotonic() < end, list_segments(wal)
+        time.sleep(0.001)
+    assert writer.close(10)
+    assert [each.last_lsn for each in (read_segment(*entry) for entry in list_segments(wal))] == [5]
+
+
 def test_a_crash_between_rewriting_and_unlinking_replays_each_record_once(wal, tmp_path):
     records, data, _ = one_segment(wal, 6)
     segment_path(wal, 1).write_bytes(data)
