@@ -24,6 +24,7 @@ from kvd.storage.two_copies import COPIES
 MAX_TENANTS = 8192
 """Tenants with a key. Beyond, those that have not been used for longest lose theirs, which is to say their cached blocks; never one that a pin needs."""
 MAX_SEALED_PER_KEY = 1 << 31
+_WERE_GONE = "files of the encryption keys were gone while the daemon ran; they are written anew from memory"
 RESERVED_AT_ONCE = 1 << 20
 
 
@@ -41,7 +42,7 @@ class DataKey:
 
 
 class KeyRing:
-    """May be used from any thread. ``notes`` says, as sentences, what was found damaged at the start; ``fault`` why the files are not as they should be.
+    """May be used from any thread. ``notes`` says, as sentences, what was found damaged or gone; ``fault`` why the files are not as they should be.
 
     ``create``: make a ring where there is none. ``readonly``: for tools; nothing is written and nothing can be sealed.
 
@@ -141,7 +142,7 @@ class KeyRing:
             StoreBlockedError: the key, or its reservation, can't be made durable; it may be tried again.
         """
         with self._lock:
-            if self._may_differ:
+            if self._may_differ or self._are_gone():
                 self._durably(self._by_id.values(), self._next_id)
             key = self._by_tenant.get(tenant)
             if key is None or key.used + num_values > MAX_SEALED_PER_KEY:
@@ -153,6 +154,14 @@ class KeyRing:
             self._tick += 1
             key.last_used = self._tick
             return key, [self._random(NONCE_BYTES) for _ in range(num_values)]
+
+    def _are_gone(self) -> bool:
+        """Whether somebody took a file of the ring away: what is sealed from now on could not be read after a restart. Two stats, far less than sealing takes."""
+        if all(os.path.lexists(self._files.path(self._generation - copy)) for copy in range(COPIES)):
+            return False
+        if _WERE_GONE not in self.notes:
+            self.notes += (_WERE_GONE,)
+        return True
 
     def for_tenant(self, tenant_salt: bytes) -> DataKey:
         """The tenant's present key, made if need be, durable on return.

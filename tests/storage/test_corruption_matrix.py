@@ -55,6 +55,7 @@ ELSEWHERE = {
     "keys-older": "storage/test_storage_sealing.py::test_keys_older_than_the_recipes_are_not_taken_for_a_forgotten_tenant",
     "keys-wrong": "storage/test_storage_sealing.py::test_without_the_key_or_with_another_the_start_is_refused_and_nothing_touched",
     "keys-full": "storage/test_storage_sealing.py::test_a_disk_that_takes_no_keys_costs_no_answer_and_heals",
+    "keys-taken": "storage/test_storage_keys.py::test_pins_acknowledged_after_the_keys_were_taken_away_come_back",
     "keys-gone": "storage/test_storage_sealing.py::test_what_a_destroyed_key_had_sealed_is_a_miss_and_no_damage",
     "model": "storage/test_storage_persistence.py::test_bytes_of_another_model_are_never_used_and_are_collected",
 }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
 import pytest
+from storage_harness import World, crash, prompt
 
 from kvd.observe import failpoints
 from kvd.storage import keys as module
@@ -390,3 +392,49 @@ def _opens(state_dir: Path, master: bytes) -> bool:
     except EncryptionKeyError:
         return False
     return True
+
+
+@pytest.mark.parametrize("gone", ["folder", "files", "newest", "oldest"])
+def test_files_that_are_taken_away_are_written_anew_before_anything_is_sealed(tmp_path, gone):
+    keys = ring(tmp_path)
+    key_id = keys.for_tenant(b"a").key_id
+    files = sorted((tmp_path / "keys").iterdir())
+    if gone == "folder":
+        shutil.rmtree(tmp_path / "keys")
+    for path in {"folder": [], "files": files, "newest": files[-1:], "oldest": files[:1]}[gone]:
+        path.unlink()
+    assert keys.notes == ()
+    keys.for_sealing(b"a")
+    assert keys.notes == ("files of the encryption keys were gone while the daemon ran; they are written anew from memory",)
+    assert ring(tmp_path).by_id(key_id) is not None
+    assert len(list((tmp_path / "keys").iterdir())) == 2
+    generation = max(path.name for path in (tmp_path / "keys").iterdir())
+    keys.for_sealing(b"a")
+    assert max(path.name for path in (tmp_path / "keys").iterdir()) == generation, "once is enough"
+
+
+def test_nothing_is_sealed_while_files_that_are_gone_can_not_be_written(tmp_path):
+    keys = ring(tmp_path)
+    keys.for_tenant(b"a")
+    shutil.rmtree(tmp_path / "keys")
+    (tmp_path / "keys").write_text("in the way")
+    with pytest.raises(StoreBlockedError):
+        keys.for_sealing(b"a")
+    (tmp_path / "keys").unlink()
+    keys.for_sealing(b"a")
+    assert len(list((tmp_path / "keys").iterdir())) == 2
+
+
+def test_pins_acknowledged_after_the_keys_were_taken_away_come_back(tmp_path):
+    write_key_file(tmp_path / "key")
+    world = World(tmp_path / "state", store_encryption_key_file=str(tmp_path / "key"))
+    assert world.pin("before", prompt(0, 64)) == "recipe+bytes"
+    shutil.rmtree(tmp_path / "state" / "keys")
+    assert world.pin("after", prompt(1, 64)) == "recipe+bytes"
+    assert "written anew" in world.storage.status()["damage"][0]
+    crash(world)
+    world = World(tmp_path / "state", store_encryption_key_file=str(tmp_path / "key"))
+    assert set(world.storage.recipe_book.recipes()) == {"before", "after"}
+    assert world.report.pins_pending == ()
+    assert world.ask(prompt(0, 65)) == world.ask(prompt(1, 65)) == 64
+    world.stop()
