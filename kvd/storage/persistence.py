@@ -34,6 +34,7 @@ from kvd.storage.recovery import adopt_recipes, keep_budget, recover
 from kvd.storage.rehydrate import Loaded, Rehydration, choose, mark_unreachable, recompute_candidates, with_room
 from kvd.storage.rehydration_report import RehydrationReport
 from kvd.storage.running import Running, assemble
+from kvd.storage.running_report import running_stats, running_status
 from kvd.storage.start_guard import STABLE_AFTER_S, StartGuard, StartVerdict
 from kvd.types import TOKEN_BYTES, BlockHash, KvGroup, SamplingParams
 from kvd.wal.durable import keep_private, make_directory
@@ -398,45 +399,17 @@ class Storage:
 
     def status(self) -> dict[str, Any]:
         """The ``store`` part of the status report."""
-        running = self._running
-        ring = self._encryption.ring
-        kind = {"durability": self._config.durability, "encrypted": ring is not None}
-        fault = self._guard.fault or (self._recipes.fault if self._recipes is not None else "") or (ring.fault if ring is not None else "")
-        if running is None:
-            return {
-                "nodes": 0,
-                "blocks": 0,
-                "bytes": 0,
-                "wal_bytes": 0,
-                **kind,
-                "last_checkpoint_age_s": None,
-                "degraded": bool(fault),
-                "reason": fault or "off",
-                "damage": self._damage(),
-            }
-        index, planner = running.recovered.index, running.planner
-        last_s = planner.last_checkpoint_s
-        reason = planner.fault or running.wal.fault or fault
-        return {
-            "nodes": len(index.nodes),
-            "blocks": index.num_stored,
-            "bytes": index.stored_bytes,
-            "wal_bytes": running.wal.num_bytes,
-            "write_policy": self._config.write_policy,
-            "governor": running.governor.state.value,
-            "waiting_blocks": planner.num_waiting,
-            "waiting_bytes": planner.num_waiting * running.budget.block_bytes,
-            "unwritten_blocks": index.num_unwritten,
-            "refused_blocks": planner.num_refused,
-            "max_block_bytes": running.budget.max_block_bytes,
-            "max_bytes": self._config.store_max_bytes,
-            **kind,
-            "last_checkpoint_age_s": None if last_s is None else round(self._clock.monotonic() - last_s, 3),
-            "degraded": bool(reason),
-            "reason": reason,
-            "failed_starts": self.failed_starts,
-            "damage": self._damage(),
-        }
+        ring, recipes = self._encryption.ring, self._recipes
+        fault = self._guard.fault or (recipes.fault if recipes is not None else "") or (ring.fault if ring is not None else "")
+        return running_status(
+            self._running,
+            self._config,
+            is_encrypted=ring is not None,
+            fault=fault,
+            damage=self._damage(),
+            failed_starts=self.failed_starts,
+            now_s=self._clock.monotonic(),
+        )
 
     def _damage(self) -> list[str]:
         """What this start found damaged and set aside, as sentences."""
@@ -446,17 +419,7 @@ class Storage:
 
     def stats(self) -> dict[str, Any]:
         """Counters of log and checkpoints for the stats report."""
-        running = self._running
-        if running is None:
-            return {}
-        return {
-            **running.wal.stats(),
-            **running.planner.stats(),
-            **(running.cold_tier.stats() if running.cold_tier is not None else {}),
-            "checkpoint_copied_bytes": running.copy_out.num_copied_bytes,
-            "governor": running.governor.state.value,
-            "held_back": dict(running.governor.num_held()),
-        }
+        return running_stats(self._running) if self._running is not None else {}
 
     # -------------------------------------------------------------------------------- end
 
