@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,7 +107,10 @@ def open_current(state_dir: Path, codec: Codec) -> Store | None:
             raise StoreMovedError(f"{directory} was replaced")
         return None
     # A live daemon's file changes under a structural check: only the map's own guarantees hold there.
-    map_bytes = max(_MAP_BYTES, 2 * (directory / DATA_NAME).stat().st_size)
+    size = 0
+    with contextlib.suppress(OSError):  # ``Store`` says what is wrong with it
+        size = (directory / DATA_NAME).stat().st_size
+    map_bytes = max(_MAP_BYTES, 2 * size)
     return Store(directory, map_bytes, codec=codec, readonly=True, verify=not is_locked(state_dir))
 
 
