@@ -197,8 +197,10 @@ class FakeStore:
     def is_forgetting(self, recipe):
         return recipe.tenant_salt in self.unfinished
 
+    last_use_s_ago = 7.0
+
     def block_on_disk(self, block_hash):
-        return (True, self.world.clock.unix() - 7.0) if block_hash in self.blocks else (False, 0.0)
+        return (True, self.world.clock.unix() - self.last_use_s_ago) if block_hash in self.blocks else (False, 0.0)
 
     def status(self):
         return {"nodes": len(self.blocks)}

@@ -120,7 +120,7 @@ class Reports:
 
         def residency(block_hash: BlockHash) -> dict[str, Any]:
             is_stored, last_use_unix_s = self._observer.block_on_disk(block_hash)
-            age_s = round(now - last_use_unix_s, 1) if last_use_unix_s else None
+            age_s = round(max(0.0, now - last_use_unix_s), 1) if last_use_unix_s else None
             return {"residency": "memory+disk" if is_stored else "memory", "age_s": age_s}
 
         held = self._cache.pins()

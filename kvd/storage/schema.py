@@ -8,7 +8,7 @@ LMDB databases of a generation:
     pins        name (UTF-8)                 -> block hash of the pin's last full block
     blocks      group (UTF-8) 00 block hash  -> 96-byte header, the row's bytes, zeros to k * 4096 - 16 bytes
 
-Integers are little-endian.
+Integers are little-endian. Times before 1970, of a wrong clock, stand as 0.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class NodeRow:
 
 
 def pack_meta(meta: StoreMeta, format_version: int = FORMAT_VERSION) -> bytes:
-    body = _META.pack(format_version, meta.store_uuid, meta.generation, meta.applied_lsn, meta.written_unix_s, meta.clean)
+    body = _META.pack(format_version, meta.store_uuid, meta.generation, meta.applied_lsn, max(0, meta.written_unix_s), meta.clean)
     return body + _CRC.pack(crc32c(body))
 
 
@@ -144,7 +144,8 @@ def unpack_namespace(root: bytes, data: bytes) -> Namespace:
 
 
 def pack_node(row: NodeRow) -> bytes:
-    body = _NODE.pack(row.root, row.parent, row.depth, row.uses, row.last_use_unix_s, ORIGINS.index(row.origin)) + row.token_ids
+    last_use_unix_s = max(0, row.last_use_unix_s)
+    body = _NODE.pack(row.root, row.parent, row.depth, row.uses, last_use_unix_s, ORIGINS.index(row.origin)) + row.token_ids
     return body + _CRC.pack(crc32c(body))
 
 

@@ -197,7 +197,7 @@ class Operations:
             raise RequestError(
                 ErrorCode.PROMPT_TOO_LONG, f"the prefix has {num_tokens} tokens; it must leave room for one within {hello.max_model_len}"
             )
-        now_unix_s = time.time()
+        now_unix_s = max(0.0, time.time())
         recipe = Recipe(
             name=operation.client.caller.qualified(message.name),
             token_ids=result.token_ids,

@@ -115,6 +115,8 @@ def test_prefixes_name_pins_and_the_hottest_with_their_residency():
         assert pins["held"]["state"] == "held"
         assert (pins["held"]["tokens"], pins["held"]["hits"], pins["held"]["priority"]) == (16, 3, 7)
         assert (pins["held"]["residency"], pins["held"]["age_s"]) == ("memory+disk", 7.0)
+        world.store.last_use_s_ago = -7.0  # a clock that fell back since
+        assert {pin["age_s"] for pin in (yield from report(world, "prefixes"))["pins"] if pin["name"] == "held"} == {0.0}
         assert pins["short"]["state"] == "not_held"
         assert (pins["short"]["residency"], pins["short"]["age_s"], pins["short"]["hits"]) == ("none", None, 0)
         assert "one full block" in pins["short"]["reason"]
