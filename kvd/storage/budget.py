@@ -23,7 +23,8 @@ _RECIPE_FILES = 6
 _KEYS_MAX_BYTES = 5 * _MIB
 """The key ring's files at its largest number of tenants."""
 _WAL_SEGMENTS = 8
-_NODE_DISK_BYTES = 400
+NODE_DISK_BYTES = 400
+"""A node's row, with the free space in its page."""
 _MAX_NODES = 131_072
 """About half a kilobyte each in memory."""
 _FRAGMENTATION = 1.25
@@ -84,10 +85,10 @@ def plan_budget(config: StorageConfig, groups: Sequence[KvGroup], codec: Codec =
     keys_bytes = min(total // 16, _KEYS_MAX_BYTES) if config.store_encryption_key_file else 0
     others_bytes = wal_part_bytes + quarantine_max_bytes(total) + aside_max_bytes + recipes_part_bytes + keys_bytes + _FIXED_BYTES
     map_bytes = max(_MIB, (total - others_bytes) // _PAGE * _PAGE)
-    max_nodes = min(_MAX_NODES, max(256, map_bytes // (16 * _NODE_DISK_BYTES)))
+    max_nodes = min(_MAX_NODES, max(256, map_bytes // (16 * NODE_DISK_BYTES)))
     return Budget(
         map_bytes=map_bytes,
-        max_block_bytes=int((map_bytes - max_nodes * _NODE_DISK_BYTES) / _FRAGMENTATION),
+        max_block_bytes=int((map_bytes - max_nodes * NODE_DISK_BYTES) / _FRAGMENTATION),
         block_bytes=sum(codec.value_bytes(group.row_bytes) + 16 for group in groups),
         commit_bytes=min(16 * _MIB, map_bytes // 16),
         max_nodes=max_nodes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvd.storage.budget import PlannerLimits
+from kvd.storage.budget import NODE_DISK_BYTES, PlannerLimits
 from kvd.storage.counters import Counters
 from kvd.storage.hot_blocks import HotBlocks
 from kvd.storage.node_index import IndexNode, NodeIndex
@@ -25,6 +25,12 @@ class DiskBounds:
         self._no_room_until_s = 0.0
         self._trim_above = limits.max_nodes
 
+    @property
+    def _max_block_bytes(self) -> int:
+        """What is in memory stays in the index: rows beyond their bound take their room from the blocks."""
+        num_beyond = max(0, len(self._index.nodes) - self._limits.max_nodes)
+        return max(0, self._limits.max_block_bytes - num_beyond * NODE_DISK_BYTES)
+
     def keep(self) -> bool:
         """Bring the index and the stored bytes back within their bounds; whether the index was trimmed, and namespaces may be gone."""
         index, limits = self._index, self._limits
@@ -33,7 +39,7 @@ class DiskBounds:
             self._counters.num_trimmed_nodes += index.trim(int(limits.max_nodes * 0.9))
             # It looks at every node. Where few could go, the next try waits for more of them.
             self._trim_above = max(limits.max_nodes, len(index.nodes) + int(limits.max_nodes * _TRIM_STEP))
-        excess = index.stored_bytes - limits.max_block_bytes
+        excess = index.stored_bytes - self._max_block_bytes
         if excess > 0:
             self._counters.num_expired_bytes += index.expire_bytes(excess)
         return is_trimmed
@@ -45,7 +51,7 @@ class DiskBounds:
     def has_free_room(self) -> bool:
         """Whether one more block fits on disk without anything expiring."""
         limits = self._limits
-        return self._index.stored_bytes + (self._hot.num_under_way + 1) * limits.block_bytes <= limits.max_block_bytes
+        return self._index.stored_bytes + (self._hot.num_under_way + 1) * limits.block_bytes <= self._max_block_bytes
 
     def had_no_room(self, now_s: float) -> bool:
         """Whether a block found none a short while ago."""
@@ -54,7 +60,7 @@ class DiskBounds:
     def make_room(self, node: IndexNode, now_s: float) -> bool:
         """Have less valuable bytes expire so that those of ``node`` fit beside all under way; whether they do."""
         limits, index = self._limits, self._index
-        needed = index.stored_bytes + self._hot.num_under_way * limits.block_bytes - limits.max_block_bytes
+        needed = index.stored_bytes + self._hot.num_under_way * limits.block_bytes - self._max_block_bytes
         if needed <= 0:
             return True
         if self.had_no_room(now_s) and not node.num_pins:

@@ -12,7 +12,7 @@ import pytest
 from storage_harness import BLOCK_TOKENS, World, chain_of, crash, prompt
 
 from kvd.config import StorageConfig
-from kvd.storage.budget import plan_budget, quarantine_max_bytes, recipes_max_bytes
+from kvd.storage.budget import NODE_DISK_BYTES, plan_budget, quarantine_max_bytes, recipes_max_bytes
 from kvd.storage.errors import StoreFullError
 from kvd.storage.store import StoreTransaction
 from kvd.storage.tools import check_store
@@ -239,4 +239,19 @@ def test_the_blocks_of_a_pin_stay_counted_while_the_disk_is_full(tmp_path, monke
     world = World(tmp_path)
     assert world.report.num_blocks == 50
     assert world.report.num_tokens == 50 * BLOCK_TOKENS
+    world.stop()
+
+
+def test_rows_of_nodes_beyond_their_bound_take_their_room_from_the_blocks(tmp_path):
+    world = World(tmp_path, num_blocks=2000, store_max_bytes=8 * MIB, write_policy="through", row_bytes=4000)
+    index, limits = world.storage._running.recovered.index, world.storage._running.budget
+    for number in range(15):
+        world.ask(prompt(number, 16 * 90))
+    world.until(lambda: len(index.nodes) == 15 * 90)
+    num_beyond = 15 * 90 - limits.max_nodes
+    assert num_beyond > 100, "memory holds more than the index may have on disk"
+    room = limits.max_block_bytes - num_beyond * NODE_DISK_BYTES
+    world.until(lambda: index.stored_bytes > room - 20 * limits.block_bytes)
+    assert not world.checkpoint().error
+    world.until(lambda: room - 20 * limits.block_bytes < index.stored_bytes <= room)
     world.stop()
