@@ -22,6 +22,7 @@ from kvd.storage.budget import plan_budget, recipes_max_bytes
 from kvd.storage.codec import Codec
 from kvd.storage.encryption import master_key_of, open_encryption
 from kvd.storage.errors import StoreFullError
+from kvd.storage.forget_intent import read_intent
 from kvd.storage.generations import Generations
 from kvd.storage.lock import StateLock
 from kvd.storage.pin_export import store_namespaces
@@ -71,6 +72,8 @@ def import_pins(config: StorageConfig, path: Path, *, replace_pins: bool = False
     lock = StateLock(config.state_dir)
     try:
         codec = open_encryption(config.state_dir, master_key, structlog.get_logger("storage")).codec
+        if read_intent(config.state_dir, codec)[0]:  # what completes it would take pins that came after it
+            raise PinTransferError("a forget is not completed yet; start the daemon until it is, then import")
         done = _Done()
         _import_recipes(config, recipes, done, replace_pins=replace_pins, codec=codec)
         if with_bytes and row_bytes:

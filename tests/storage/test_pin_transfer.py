@@ -17,10 +17,11 @@ from kvd.config import StorageConfig
 from kvd.storage import schema
 from kvd.storage.codec import PLAIN
 from kvd.storage.errors import RecipesUnreadableError, StateLockedError, UnknownFormatError
+from kvd.storage.forget_intent import INTENT_NAME, Mark, write_intent
 from kvd.storage.generations import read_current
 from kvd.storage.pin_export import export_pins, opened_store
 from kvd.storage.pin_import import import_pins
-from kvd.storage.pin_sets import NoSuchPinError, PinSetBlock, PinSetError, new_pin_set, read_pin_set
+from kvd.storage.pin_sets import NoSuchPinError, PinSetBlock, PinSetError, PinTransferError, new_pin_set, read_pin_set
 from kvd.storage.recipes import read_recipes
 from kvd.storage.store_stat import stat_store
 from kvd.storage.tools import check_store
@@ -162,6 +163,19 @@ def test_beside_a_live_daemon_export_reads_and_import_is_refused(exported, tmp_p
     with pytest.raises(StateLockedError, match="in use by process"):
         import_pins(config_of(tmp_path / "state"), file)
     world.stop()
+
+
+def test_while_a_forget_is_not_completed_nothing_is_imported(exported, tmp_path):
+    file, _ = exported
+    write_intent(tmp_path, [Mark("")])
+    with pytest.raises(PinTransferError, match="forget"):
+        import_pins(config_of(tmp_path), file)
+    assert read_recipes(tmp_path).value is None
+    world = World(tmp_path)
+    world.until(lambda: not (tmp_path / INTENT_NAME).exists())
+    world.stop()
+    import_pins(config_of(tmp_path), file)
+    assert served(tmp_path) == ({"pin-0", "pin-1"}, [96, 48])
 
 
 def test_what_the_budget_has_no_room_for_is_counted(tmp_path):
