@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 # OpenMP's threads spin while they wait: more of them than cores turn a test minute into ten.
 export GOMP_SPINCOUNT ?= 1000
-PYTEST := $(BIN)/python -m pytest -q --durations=15
+# Most tests wait for daemons: two workers, each with whole files, take little more than half of the time.
+PYTEST := $(BIN)/python -m pytest -q --durations=15 -n 2 --dist loadfile
 # Marks of the tests that need more than the pure environment has.
 IMPURE := torch or store or socket or e2e or model or oracle or systemd
 
