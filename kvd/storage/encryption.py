@@ -7,12 +7,13 @@ and are removed. There is no way back but to begin anew, for what was once seale
 from __future__ import annotations
 
 import contextlib
+import errno
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.storage.codec import PLAIN, Codec
-from kvd.storage.errors import EncryptionKeyError, UnknownFormatError
+from kvd.storage.errors import EncryptionKeyError, StoreBlockedError, UnknownFormatError
 from kvd.storage.generations import STORE_NAME
 from kvd.storage.key_file import read_key_file
 from kvd.storage.keys import KeyRing
@@ -23,6 +24,7 @@ from kvd.storage.recovery import WAL_NAME
 from kvd.storage.schema import SEALED
 from kvd.storage.sealing import BlindCodec, SealedCodec
 from kvd.storage.two_copies import TwoCopies
+from kvd.wal.disk_faults import errno_of
 from kvd.wal.durable import read_regular, remove_any, sync_directory
 from kvd.wal.quarantine import QUARANTINE_NAME
 
@@ -56,7 +58,7 @@ def open_encryption(state_dir: Path, master_key: bytes | None, log: Log) -> Encr
     Raises:
         EncryptionKeyError: the key is missing or wrong, or the keys can't be read; nothing was touched.
         ConfigError: the package for it is not installed.
-        OSError: the directory can't be encrypted.
+        OSError: the directory can't be encrypted. One without pins can, later: until then nothing is persisted.
     """
     is_encrypted = has_keys(state_dir)
     if master_key is None:
@@ -74,10 +76,14 @@ def open_encryption(state_dir: Path, master_key: bytes | None, log: Log) -> Encr
         for name in found:
             remove_any(state_dir / name)
         sync_directory(state_dir)
-        ring = KeyRing(state_dir, master_key, create=True)
+        has_pins = bool(_all_files(recipe_files(state_dir)))  # in clear: they may not stay so
+        ring = KeyRing(state_dir, master_key, create=True, may_wait=not has_pins)
         log.info("storage.encrypted", removed=found)
     codec = SealedCodec(ring)
-    seal_recipes(state_dir, codec)
+    try:
+        seal_recipes(state_dir, codec)
+    except StoreBlockedError as error:  # of a key
+        raise OSError(errno_of(error) or errno.EIO, str(error)) from error
     return Encryption(codec, ring)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_DISK_FAULTS = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT})
+_DISK_FAULTS = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 class StorageError(Exception):
@@ -26,7 +26,7 @@ class StateDirError(StorageError):
 
 
 class DiskFaultError(StorageError):
-    """The state directory is the right one, but its disk fails or is full: another start may succeed with the same configuration."""
+    """The state directory is the right one, but its disk fails, is full or is read-only: another start may succeed with the same configuration."""
 
 
 class UnknownFormatError(StorageError):

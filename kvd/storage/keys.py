@@ -20,6 +20,7 @@ from kvd.storage.cipher import KEY_BYTES, NONCE_BYTES, Cipher
 from kvd.storage.errors import StoreBlockedError
 from kvd.storage.keys_file import INDEX_PLACE, STORE, KeysContent, MasterKey, StoredKey, encode_keys, finish_removals, key_files, read_keys
 from kvd.storage.two_copies import COPIES
+from kvd.wal.disk_faults import fault_sentence, is_passing
 
 MAX_TENANTS = 8192
 """Tenants with a key. Beyond, those that have not been used for longest lose theirs, which is to say their cached blocks; never one that a pin needs."""
@@ -44,7 +45,7 @@ class DataKey:
 class KeyRing:
     """May be used from any thread. ``notes`` says, as sentences, what was found damaged or gone; ``fault`` why the files are not as they should be.
 
-    ``create``: make a ring where there is none. ``readonly``: for tools; nothing is written and nothing can be sealed.
+    ``create``: make a ring where there is none; ``may_wait``: also on a disk that is full or read-only, for nothing is sealed before it is written. ``readonly``: for tools; nothing is written and nothing can be sealed.
 
     Raises:
         EncryptionKeyError: ``master_key`` is not the one that the ring was made with.
@@ -58,6 +59,7 @@ class KeyRing:
         master_key: bytes,
         *,
         create: bool = False,
+        may_wait: bool = False,
         readonly: bool = False,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
@@ -79,7 +81,12 @@ class KeyRing:
             self.index_key = random(KEY_BYTES)
             self._index_wrapped = self._master.wrap(self.index_key, INDEX_PLACE)
             self._next_id, self._generation = 1, 0
-            self._write((), self._next_id)
+            try:
+                self._write((), self._next_id)
+            except OSError as error:
+                if not (may_wait and is_passing(error)):
+                    raise
+                self.fault = f"{fault_sentence(error)}: the encryption keys can't be written"
         else:
             self._load(state_dir)
 
@@ -290,7 +297,7 @@ class KeyRing:
         try:
             self._write(keys, next_id, must_unlink=False)
         except OSError as error:
-            raise StoreBlockedError(f"the encryption keys can't be written: {error}") from error
+            raise StoreBlockedError(f"{fault_sentence(error)}: the encryption keys can't be written") from error
 
     def _write(self, keys: Iterable[DataKey], next_id: int, *, must_unlink: bool = True) -> None:
         """Have both files hold ``keys``. ``must_unlink``: the older files must be gone, too."""

@@ -66,7 +66,10 @@ def _open(path: Path) -> int:
     except OSError as error:
         if error.errno != errno.EROFS:
             raise
-        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise error from None
 
 
 def is_locked(state_dir: Path) -> bool:
