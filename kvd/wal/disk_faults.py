@@ -49,10 +49,12 @@ def fault_sentence(error: BaseException) -> str:
     """Why the disk refused: ``enospc: the disk is full ([Errno 28] No space left on device)``. The word before the colon is the errno's name."""
     text = str(error) or repr(error)
     number = errno_of(error)
-    if number not in _WORDS:
-        return f"{errno.errorcode[number].lower()}: {text}" if number in errno.errorcode else text
+    if number not in errno.errorcode:
+        return text
     name = errno.errorcode[number].lower()
-    return text if text.startswith(f"{name}: ") else f"{name}: {_WORDS[number]} ({text})"
+    if text.startswith(f"{name}: "):
+        return text
+    return f"{name}: {_WORDS[number]} ({text})" if number in _WORDS else f"{name}: {text}"
 
 
 def disk_bytes(path: Path) -> int:

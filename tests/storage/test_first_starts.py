@@ -8,10 +8,11 @@ import os
 import pytest
 from storage_harness import World, crash, prompt
 
-from kvd.storage.errors import DiskFaultError, StateDirError, state_dir_errors
+from kvd.storage.errors import DiskFaultError, StateDirError, StoreBlockedError, state_dir_errors
 from kvd.storage.key_file import write_key_file
 from kvd.storage.keys_file import has_keys
 from kvd.storage.lock import LOCK_NAME, StateLock
+from kvd.wal.disk_faults import fault_sentence
 
 pytestmark = pytest.mark.store
 
@@ -119,3 +120,11 @@ def test_an_empty_read_only_directory_is_called_read_only(tmp_path, monkeypatch)
         StateLock(tmp_path)
     (tmp_path / LOCK_NAME).write_text("")
     StateLock(tmp_path).release()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EEXIST, errno.EIO])
+def test_a_fault_is_named_once_however_often_it_is_told(number):
+    error = OSError(number, os.strerror(number), "keys")
+    told = StoreBlockedError(f"{fault_sentence(error)}: the encryption keys can't be written")
+    told.__cause__ = error
+    assert fault_sentence(told).count(f"{errno.errorcode[number].lower()}: ") == 1
