@@ -37,8 +37,8 @@ def arm(monkeypatch):
 
 
 def live(state_dir: Path) -> None:
-    """A life with a pin, a hot prompt, and a log."""
-    world = World(state_dir)
+    """A life with a pin, a hot prompt, and a log, which no checkpoint of its own may empty."""
+    world = World(state_dir, checkpoint_interval_s=1000.0)
     assert world.pin("system", prompt(9, 64)) == "recipe+bytes"
     for _ in range(2):
         world.ask(prompt(0, 81))
