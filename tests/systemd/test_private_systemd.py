@@ -215,7 +215,7 @@ def test_a_tcp_endpoint_with_curve_works_under_the_hardened_unit(service: Servic
         keys[name] = zmq.auth.load_certificate(tmp_path / f"{name}.key")[0].decode()
         shutil.copyfile(tmp_path / f"{name}.key_secret", machine.root / f"etc/kvd/{name}.key_secret")
     machine.run("install", "-m", "640", "-g", "kvd", "/etc/kvd/daemon.key_secret", "/etc/kvd/daemon.key")
-    (machine.root / "etc/kvd/clients").write_text(f"{keys['client']} the only one\n", encoding="utf-8")
+    (machine.root / "etc/kvd/clients").write_text(f"{keys['client']} # the only one\n", encoding="utf-8")
     curve = 'curve_key_file = "/etc/kvd/daemon.key"\ncurve_clients_file = "/etc/kvd/clients"\n'
     service.configure(FAKE + '[transport]\nlisten = ["ipc:///run/kvd/kvd.sock", "tcp://0.0.0.0:7411"]\n' + curve)
     machine.systemctl("start", "kvd")
