@@ -13,6 +13,7 @@ import msgspec
 from kvd.cache.hashing import Namespace
 from kvd.commands import Recipe
 from kvd.storage import schema
+from kvd.storage.block_copy import copy_bytes
 from kvd.storage.schema import BadRowError, NodeRow, StoreMeta
 from kvd.types import BlockHash, KvGroup
 from kvd.wal.record import PayloadSeal
@@ -222,12 +223,12 @@ class PlainCodec:
 
     def write_block(self, value: memoryview, group: KvGroup, block_hash: bytes, root: bytes, row: memoryview) -> None:  # noqa: ARG002 (the port's)
         schema.write_block_header(value, block_hash, group.fingerprint, row)
-        value[schema.BLOCK_HEADER_BYTES : schema.BLOCK_HEADER_BYTES + row.nbytes] = row
+        copy_bytes(value[schema.BLOCK_HEADER_BYTES : schema.BLOCK_HEADER_BYTES + row.nbytes], row)
 
     def read_block(self, value: memoryview, group: KvGroup, block_hash: bytes, memory: memoryview) -> None:
         if len(value) != schema.value_bytes(group.row_bytes):
             raise BadRowError("length")
-        memory[:] = value[schema.BLOCK_HEADER_BYTES : schema.BLOCK_HEADER_BYTES + group.row_bytes]
+        copy_bytes(memory, value[schema.BLOCK_HEADER_BYTES : schema.BLOCK_HEADER_BYTES + group.row_bytes])
         schema.check_block(value, block_hash, group.fingerprint, group.row_bytes, memory)
 
     def verify_block(self, key: bytes, value: memoryview) -> tuple[str, BlockHash, int]:

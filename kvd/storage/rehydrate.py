@@ -8,24 +8,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.cache.events import BlockOrigin
 from kvd.observe.failpoints import declare
+from kvd.storage.block_copy import copy_bytes
 from kvd.storage.block_reading import read_checked
 from kvd.storage.errors import StorageError
 from kvd.storage.node_index import IndexNode, NodeIndex
 from kvd.storage.ports import BlockIO, Clock, LoadTarget, RehydrationCache, Ticket
 from kvd.storage.schema import BadRowError
 from kvd.storage.staging import StagingBuffer, StagingPool
-from kvd.storage.store import BlockReader, Store, failpoint_translated
+from kvd.storage.store import Store, failpoint_translated
 from kvd.types import TOKEN_BYTES, BlockHash, KvGroup
 
 BEHIND_BAD_BLOCK = "behind_bad_block"
 
-_BATCH_BYTES = 2 << 20
-"""Read, checked and copied together: little enough that what was read is still in a cache when it is copied, and that few fresh pages are touched."""
+_BATCH_BYTES = 8 << 20
+"""Read, checked and copied together: enough that handing half of it to the second reader costs little."""
 
 _MAX_COPIES = 2
 """Batches that are being copied while the next one is read: reader and executor need not wait for each other at each of them."""
@@ -144,6 +146,7 @@ class Rehydration:
         self._unusable: set[BlockHash] = set()
         self._num_total = 0
         self._has_failed = False
+        self._second_reader = ThreadPoolExecutor(1, "kvd-rehydrate")
         self._progress: Progress = lambda _done, _total: None
 
     def run(self, chains: Sequence[Sequence[IndexNode]], progress: Progress) -> Loaded:
@@ -167,6 +170,7 @@ class Rehydration:
         if self._waiting:
             self._cache.fail_fill([load.target.node for load in self._waiting])
             self._waiting.clear()
+        self._second_reader.shutdown()
         progress(self._loaded.num_blocks, self._num_total)
         return self._loaded
 
@@ -197,14 +201,10 @@ class Rehydration:
         if buffer is None:
             self._finish()
             return
-        good: list[_Load] = []
         batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._batch_blocks))]
         try:
             failpoint_translated("rehydrate.before_read")
-            with self._store.reading_blocks() as reader:
-                for load in batch:
-                    if self._read(reader, load, buffer, len(good)):
-                        good.append(load)
+            good = self._sift(batch, self._read(batch, buffer), buffer)
             failpoint_translated("rehydrate.before_copy_in")
         except StorageError:
             self._staging.give_back(buffer)
@@ -219,22 +219,47 @@ class Rehydration:
         while self._copies and (len(self._copies) > _MAX_COPIES or all(ticket.done() for ticket in self._copies[0].tickets)):
             self._finish()
 
-    def _read(self, reader: BlockReader, load: _Load, buffer: StagingBuffer, row: int) -> bool:
-        """Whether the block's checked bytes are in row ``row`` of ``buffer``."""
-        node = load.node
-        if node.parent is not None and node.parent.block_hash in self._unusable:
-            self._unusable.add(node.block_hash)  # it left the tree with its parent
-            node.is_suspect = True
-            return False
+    def _read(self, batch: Sequence[_Load], buffer: StagingBuffer) -> list[str]:
+        """Bring the blocks of ``batch`` into the rows of ``buffer``, a half of them on a second thread; for each why it can't be used, or nothing."""
+        half = len(batch) // 2
+        second = self._second_reader.submit(self._read_rows, batch[half:], buffer, half)
         try:
-            read_checked(reader, self._groups, node.block_hash, buffer, row)
-        except BadRowError as error:
-            self._unusable.add(node.block_hash)
-            self._loaded.dropped[error.reason] = self._loaded.dropped.get(error.reason, 0) + 1
-            self._loaded.bad.append(node)
-            self._cache.fail_fill([load.target.node])
-            return False
-        return True
+            reasons = self._read_rows(batch[:half], buffer, 0)
+        finally:
+            wait([second])  # it writes to the buffer
+        return reasons + second.result()
+
+    def _read_rows(self, loads: Sequence[_Load], buffer: StagingBuffer, first_row: int) -> list[str]:
+        reasons = []
+        with self._store.reading_blocks() as reader:
+            for row, load in enumerate(loads, first_row):
+                try:
+                    read_checked(reader, self._groups, load.node.block_hash, buffer, row)
+                except BadRowError as error:
+                    reasons.append(error.reason)
+                else:
+                    reasons.append("")
+        return reasons
+
+    def _sift(self, batch: Sequence[_Load], reasons: Sequence[str], buffer: StagingBuffer) -> list[_Load]:
+        """The loads whose bytes are good, in the first rows of ``buffer``; the others are dropped, with those that hang below them."""
+        good: list[_Load] = []
+        for row, (load, reason) in enumerate(zip(batch, reasons, strict=True)):
+            node = load.node
+            if node.parent is not None and node.parent.block_hash in self._unusable:
+                self._unusable.add(node.block_hash)  # it left the tree with its parent
+                node.is_suspect = True
+            elif reason:
+                self._unusable.add(node.block_hash)
+                self._loaded.dropped[reason] = self._loaded.dropped.get(reason, 0) + 1
+                self._loaded.bad.append(node)
+                self._cache.fail_fill([load.target.node])
+            else:
+                if row != len(good):
+                    for group in self._groups:
+                        copy_bytes(buffer.rows(group.name, 1, len(good)), buffer.rows(group.name, 1, row))
+                good.append(load)
+        return good
 
     def _finish(self) -> None:
         """Wait for the oldest copy and make its blocks ready."""
