@@ -304,7 +304,8 @@ def test_the_disk_budget_holds_and_the_least_valuable_go(tmp_path):
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 8 << 20
     world = World(tmp_path, **config)
     assert world.ask(favourite) == 80
-    assert world.report.num_blocks > 40
+    budget = world.storage._running.budget
+    assert world.report.num_blocks * budget.block_bytes >= 0.6 * budget.max_block_bytes, "room that is there is used"
     world.stop()
 
 
