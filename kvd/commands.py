@@ -165,7 +165,22 @@ class LoadDone(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-Command = Submit | Abort | FinishChoice | Grant | PinPrefix | Unpin | ForgetPrefixes | Query | CheckpointNow | Drain | RecipeDurable | CheckpointDone | ForgetDone | LoadDone
+Command = (
+    Submit
+    | Abort
+    | FinishChoice
+    | Grant
+    | PinPrefix
+    | Unpin
+    | ForgetPrefixes
+    | Query
+    | CheckpointNow
+    | Drain
+    | RecipeDurable
+    | CheckpointDone
+    | ForgetDone
+    | LoadDone
+)
 
 # ---------------------------------------------------------------------------------------------- engine to edge
 

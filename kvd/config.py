@@ -102,7 +102,9 @@ class TransportConfig:
     max_text_bytes: int = key(64 << 20, "Bytes of the prompts that wait to be rendered and tokenised; `overloaded` beyond")
     curve_key_file: str = key("", "CURVE secret key of the daemon; with it tcp endpoints demand CURVE")
     curve_clients_file: str = key("", "Allowed client public keys, a line `KEY` or `KEY TENANT` each; required with curve_key_file")
-    ipc_tenants: str = key("none", "Tenants on ipc endpoints: `none`, or `uid`: each user of the machine, by the kernel's credentials, is one")
+    ipc_tenants: str = key(
+        "none", "Tenants on ipc endpoints: `none`, or `uid`: each user of the machine, by the kernel's credentials, is one"
+    )
     allow_plain_tcp: bool = key(False, "Accept a tcp endpoint that is not loopback without CURVE")
     template_date: str = key("", "Date that chat templates see, YYYY-MM-DD; empty: the day of the start")
 
@@ -127,7 +129,8 @@ class StorageConfig:
         86400.0, "A block's uses lose half their weight in so long since the last one, when it is ranked to expire or to come back"
     )
     store_encryption_key_file: str = key(
-        "", "File with the key that encrypts what is stored (`kvd store keygen` makes one; needs the extra `encryption`); empty: stored in clear"
+        "",
+        "File with the key that encrypts what is stored (`kvd store keygen` makes one; needs the extra `encryption`); empty: stored in clear",
     )
     checkpoint_interval_s: float = key(5.0, "Time between checkpoints while there is something hot to write")
     checkpoint_bytes_per_step: int = key(8 << 20, "Block bytes copied out between two steps")

@@ -28,7 +28,9 @@ def where(command: Callable[..., Any]) -> Callable[..., Any]:
         help="State directory; otherwise the one that `kvd serve` would use.",
     )
     @click.option("--config", "config_file", metavar="FILE", type=click.Path(path_type=Path), help="TOML file; $KVD_CONFIG otherwise.")
-    @click.option("--store-encryption-key-file", "key_file", metavar="FILE", help="The directory's key; otherwise the one that `kvd serve` would use.")
+    @click.option(
+        "--store-encryption-key-file", "key_file", metavar="FILE", help="The directory's key; otherwise the one that `kvd serve` would use."
+    )
     @functools.wraps(command)
     def wrapped(*, state_dir: Path | None, config_file: Path | None, key_file: str | None, **rest: Any) -> Any:
         if state_dir is None or (key_file is None and (state_dir / "keys").exists()):

@@ -51,7 +51,9 @@ def export_command(
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @click.option("--state-dir", metavar="DIR", help="State directory; otherwise the one that `kvd serve` would use. Made if it is not there.")
 @click.option("--config", "config_file", metavar="FILE", type=click.Path(path_type=Path), help="TOML file; $KVD_CONFIG otherwise.")
-@click.option("--store-encryption-key-file", "key_file", metavar="FILE", help="The directory's key; otherwise the one that `kvd serve` would use.")
+@click.option(
+    "--store-encryption-key-file", "key_file", metavar="FILE", help="The directory's key; otherwise the one that `kvd serve` would use."
+)
 @click.option("--no-bytes", is_flag=True, help="Recipes alone; the next start computes them.")
 @click.option("--replace", "replace_pins", is_flag=True, help="Replace pins whose names are taken; otherwise they stay as they are.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

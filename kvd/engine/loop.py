@@ -189,7 +189,10 @@ class EngineLoop:
     def _is_drained(self) -> bool:
         if self._state is not State.DRAINING or self._scheduler.has_work() or self._unsent:
             return False
-        return not (self._pins.has_open_operations or self._checkpoints or self._forgetting.has_open_operations) or self._clock.monotonic() >= self._drain_deadline_s
+        return (
+            not (self._pins.has_open_operations or self._checkpoints or self._forgetting.has_open_operations)
+            or self._clock.monotonic() >= self._drain_deadline_s
+        )
 
     # -------------------------------------------------------------------------------- one round
 

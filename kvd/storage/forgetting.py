@@ -236,7 +236,9 @@ class Forgetting:
 
     def _refuse_unopened(self, running: Running | None) -> None:
         if running is None and any((self._state_dir / name).exists() for name in (STORE_NAME, "wal")):
-            raise ForgetError("nothing is persisted (persist = false), but an earlier start left a store; remove kv/ and wal/, or start with persist")
+            raise ForgetError(
+                "nothing is persisted (persist = false), but an earlier start left a store; remove kv/ and wal/, or start with persist"
+            )
 
     def _namespaces(self, selection: Selection, running: Running | None) -> set[Namespace]:
         known = set() if running is None else set(running.recovered.index.namespaces.copy().values())
@@ -307,5 +309,3 @@ class Forgetting:
         if quarantine.exists():
             erase(quarantine)
             sync_directory(self._state_dir)
-
-

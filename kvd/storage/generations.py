@@ -86,7 +86,9 @@ class Generations:
     (a full disk), what can't be done is left and shows when a generation is opened.
     """
 
-    def __init__(self, state_dir: Path, *, map_bytes: int, max_aside_bytes: int, max_quarantine_bytes: int = 0, codec: Codec = PLAIN) -> None:
+    def __init__(
+        self, state_dir: Path, *, map_bytes: int, max_aside_bytes: int, max_quarantine_bytes: int = 0, codec: Codec = PLAIN
+    ) -> None:
         self.codec = codec
         self._state_dir = state_dir
         self._root = state_dir / STORE_NAME

@@ -368,7 +368,8 @@ class RecipeStore:
 def _with_salts_of_today(found: Found[dict[str, Recipe]]) -> Found[dict[str, Recipe]]:
     """What was found, for ``restore_recipes`` to write anew if 0.1.0 wrote a salt of it: no request would have that one."""
     recipes = {
-        name: msgspec.structs.replace(recipe, tenant_salt=pin_salt(name, recipe.tenant_salt)) for name, recipe in (found.value or {}).items()
+        name: msgspec.structs.replace(recipe, tenant_salt=pin_salt(name, recipe.tenant_salt))
+        for name, recipe in (found.value or {}).items()
     }
     return found if recipes == (found.value or {}) else replace(found, value=recipes, num_copies=0)
 

@@ -32,7 +32,9 @@ def shrink(
     try:
         return generations.rebuilt(store, copy.fill, now_unix_s), ""
     except (StoreBlockedError, StoreDamagedError, OSError) as error:
-        generations.damage.append(f"the store is larger than its part of store_max_bytes and can't be copied: {fault_sentence(error)}; it was dropped")
+        generations.damage.append(
+            f"the store is larger than its part of store_max_bytes and can't be copied: {fault_sentence(error)}; it was dropped"
+        )
     store.close()
     index.forget_stored()
     try:

@@ -170,9 +170,7 @@ class Store:
             StoreBlockedError, StoreDamagedError: it could not be written.
         """
         with _translated():
-            env = lmdb.open(
-                str(directory), map_size=map_bytes, max_dbs=len(schema.DATABASES), lib_version=0, mode=0o600, lock=False
-            )
+            env = lmdb.open(str(directory), map_size=map_bytes, max_dbs=len(schema.DATABASES), lib_version=0, mode=0o600, lock=False)
             try:
                 dbs = {name: env.open_db(name) for name in schema.DATABASES}
                 with env.begin(write=True) as txn:

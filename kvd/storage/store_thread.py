@@ -290,7 +290,9 @@ class StoreThread:
             else:
                 with contextlib.suppress(Exception):
                     store.close()
-            refused = isinstance(error, OSError) and is_passing(error)  # of a folder or of CURRENT: nothing is wrong with what was committed
+            refused = isinstance(error, OSError) and is_passing(
+                error
+            )  # of a folder or of CURRENT: nothing is wrong with what was committed
             self._degrade(StoreBlockedError(fault_sentence(error)) if refused else error)
             return fault_sentence(error)
         if fresh is None:
@@ -324,7 +326,9 @@ class StoreThread:
         self._applied_lsn = fresh.meta.applied_lsn
         self._is_degraded = self._is_lost = self._must_reopen = False
         self._epoch += 1
-        self._on_result(Degraded("what is forgotten could not be left out of the store in its place: what stays is written anew", True, [], self._epoch))
+        self._on_result(
+            Degraded("what is forgotten could not be left out of the store in its place: what stays is written anew", True, [], self._epoch)
+        )
         self._on_result(Resumed())
         return ""
 
@@ -452,7 +456,9 @@ class StoreThread:
         except StoreMapFullError as error:
             # Not even one row fits: nothing can be removed either, and only a fresh generation helps.
             self._degrade(StoreDamagedError(str(error)))
-        except StorePanickedError:  # lmdb could not write its last page: what was committed before is whole, and is read from the file again
+        except (
+            StorePanickedError
+        ):  # lmdb could not write its last page: what was committed before is whole, and is read from the file again
             self._abort()
             self._must_reopen = True
         except Exception as error:

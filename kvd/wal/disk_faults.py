@@ -20,7 +20,9 @@ _WORDS = {
     errno.EPERM: "the operating system forbids it",
     errno.EFBIG: "the file size limit is reached",
 }
-_PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EFBIG})
+_PASSING = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EFBIG}
+)
 _STAT_BLOCK_BYTES = 512
 
 

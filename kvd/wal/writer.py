@@ -422,7 +422,9 @@ class WalWriter:
     def _seal(self) -> None:
         if self._active is not None:
             os.close(self._active.fd)
-            self._retired_lsn = min(self._retired_lsn, self._active.last_lsn - 1)  # it could not be unlinked while it was written to: now it may be
+            self._retired_lsn = min(
+                self._retired_lsn, self._active.last_lsn - 1
+            )  # it could not be unlinked while it was written to: now it may be
             self._active = None
 
     def _fail(self, error: Exception) -> None:

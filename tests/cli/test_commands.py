@@ -471,7 +471,14 @@ def test_human_status_says_in_words_what_holds_copies_back(stub, capsys, monkeyp
 
 
 def test_human_status_says_what_is_not_on_disk_and_why(stub, capsys, monkeypatch):
-    values = {"unwritten_blocks": 300, "refused_blocks": 0, "max_block_bytes": 39 << 20, "max_bytes": 80 << 20, "encrypted": True, "damage": []}
+    values = {
+        "unwritten_blocks": 300,
+        "refused_blocks": 0,
+        "max_block_bytes": 39 << 20,
+        "max_bytes": 80 << 20,
+        "encrypted": True,
+        "damage": [],
+    }
     for key, value in values.items():
         monkeypatch.setitem(STATUS["store"], key, value)
 

@@ -431,7 +431,9 @@ def test_what_a_pin_was_replaced_for_in_vain_is_forgotten_too(tmp_path, monkeypa
         patched.setattr(TwoCopies, "write", full)
         with book._wake:  # both in one write
             book.put(b"put", Recipe(name="acme/safe", token_ids=KEPT, tokenizer_digest=b"", tenant_salt=ACME.tenant_salt))
-            book._pending.append(recipes_module._Change(b"", "", None, must_sync=True, on_done=print, takes=lambda recipe: recipe.text == TEXT))
+            book._pending.append(
+                recipes_module._Change(b"", "", None, must_sync=True, on_done=print, takes=lambda recipe: recipe.text == TEXT)
+            )
         assert world.wait_for(b"put").error
         assert list(book.recipes()) == ["rules"]
     assert book.forget(lambda _: False) == ""
