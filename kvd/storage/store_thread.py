@@ -11,8 +11,6 @@ itself never ends before it is told to, for somebody may wait for its answer.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import platform
 import queue
 import threading
 import time
@@ -24,6 +22,7 @@ from kvd.cache.hashing import Namespace
 from kvd.observe.failpoints import declare
 from kvd.storage.errors import NamespaceGoneError, StorageError, StoreBlockedError, StoreDamagedError, StoreMapFullError, StorePanickedError
 from kvd.storage.generations import Generations
+from kvd.storage.io_priority import lower_io_priority
 from kvd.storage.node_index import NodeIndex
 from kvd.storage.ports import Clock
 from kvd.storage.schema import NodeRow
@@ -36,9 +35,6 @@ declare("checkpoint.before_nodes", "checkpoint.before_blocks", "checkpoint.betwe
 
 _RETRY_MIN_S = 1.0
 _RETRY_MAX_S = 60.0
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-_IOPRIO_WHO_PROCESS = 1
-_IOPRIO_CLASS_BEST_EFFORT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +228,7 @@ class StoreThread:
     # -------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        _lower_io_priority()
+        lower_io_priority()
         while True:
             with self._wake:
                 self._wake.wait_for(self._has_work, max(0.0, self._next_probe_s - time.monotonic()) if self._is_degraded else None)
@@ -492,14 +488,3 @@ class StoreThread:
         if store.readonly:
             raise StoreBlockedError(store.blocked_by)
         return store
-
-
-def _lower_io_priority() -> None:
-    """Give this thread the lowest best-effort I/O priority (ioprio_set(2)), so that checkpoints yield to the log and to others.
-
-    Not the idle class, for an acknowledgement may wait for this thread; not a nice value, for a thread that is descheduled with the interpreter's lock in hand
-    would hold up the engine. Where the call isn't known, nothing changes.
-    """
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is not None and platform.system() == "Linux":
-        ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_CLASS_BEST_EFFORT << 13 | 7)
