@@ -1,0 +1,28 @@
+// Element types that cross the module's boundary.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+namespace kvd {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float to_float(bf16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+
+// Round to nearest even; NaN stays NaN.
+inline bf16 to_bf16(float value) {
+    const auto bits = std::bit_cast<uint32_t>(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x0040u)};
+    return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+// What activations and plain weights are computed in. Sums are always float32.
+enum class Compute : int { f32 = 0, bf16 = 1 };
+
+// How KV is kept in the pool.
+enum class KvType : int { f32 = 0, bf16 = 1, int8 = 2 };
+
+}  // namespace kvd
