@@ -65,6 +65,25 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedRuns:
+    """Which live rows hold the same blocks, as columns; the same object from step to step while nothing changes.
+
+    Run i: the tables of ``rows[row_offsets[i]:row_offsets[i + 1]]``, at least two, hold the same blocks at ``first_block[i]:end_block[i]``. All of these were
+    computed before the step, and every position that one of the rows still computes comes after them. Runs of one row are disjoint and ascend; a row of a run
+    may be absent from the step. So attention over a run can be computed once for all queries of its rows (ChunkAttention, Ye et al. 2024; Hydragen, Juravsky
+    et al. 2024; several levels as in FlashInfer's cascade, Ye et al. 2025), whether it is worth it is for the executor to say.
+    """
+
+    first_block: list[int] = field(default_factory=list)
+    end_block: list[int] = field(default_factory=list)
+    row_offsets: list[int] = field(default_factory=lambda: [0])
+    rows: list[int] = field(default_factory=list)
+
+
+NO_SHARED_RUNS = SharedRuns()
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step. ``fills`` are the cache's handles of blocks that this step completes; the executor passes them by."""
 
@@ -74,6 +93,7 @@ class SchedulerOutput:
     released: tuple[int, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     fills: tuple[object, ...] = ()
+    shared_runs: SharedRuns = NO_SHARED_RUNS
 
     @property
     def num_chunk_tokens(self) -> int:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvd.executor.attention.backend import AttentionRows
-from kvd.step import ContinuedRows, SchedulerOutput, StartedRow
+from kvd.executor.run_layout import RunArrays, RunLayout
+from kvd.step import ContinuedRows, SchedulerOutput, SharedRuns, StartedRow
 
 
 class BatchError(Exception):
@@ -46,6 +47,7 @@ class InputBatch:
         """Tokens known: prompt and sampled ones. 0 for a row that is not live."""
         self.num_computed = np.zeros(max_rows, dtype=np.int64)
         self.failed = np.zeros(max_rows, dtype=bool)
+        self._runs = RunLayout(max_rows, block_size_tokens)
 
     def apply(self, step: SchedulerOutput) -> StepRows:
         """Apply a step's deltas and lay out its inputs; the positions count as computed from here on.
@@ -66,7 +68,7 @@ class InputBatch:
             self._append_blocks(continued)
         rows = np.array([started.row for started in step.started] + continued.rows, dtype=np.int64)
         num_tokens = np.array([started.num_tokens for started in step.started] + continued.num_tokens, dtype=np.int64)
-        return self._lay_out(rows, num_tokens)
+        return self._lay_out(rows, num_tokens, step.shared_runs)
 
     def append(self, rows: np.ndarray, token_ids: Sequence[int] | np.ndarray) -> None:
         """Note the token that each of ``rows`` sampled: it is the row's next input."""
@@ -98,12 +100,14 @@ class InputBatch:
         self.block_tables[np.repeat(rows, counts), columns] = continued.block_ids
         self.num_blocks[rows] += counts
 
-    def _lay_out(self, rows: np.ndarray, num_tokens: np.ndarray) -> StepRows:
+    def _lay_out(self, rows: np.ndarray, num_tokens: np.ndarray, shared_runs: SharedRuns) -> StepRows:
         order = np.lexsort((self.num_computed[rows], num_tokens))
         rows, num_tokens = rows[order], num_tokens[order]
         num_computed = self.num_computed[rows]  # a copy: taken before the step's positions are counted
         reached = num_computed + num_tokens
         self._check(rows, num_tokens, reached)
+        runs = self._runs.lay_out(shared_runs, rows)
+        self._check_runs(rows, num_computed, runs)
         starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(num_tokens)])
         token_rows = np.repeat(np.arange(len(rows)), num_tokens)
         positions = np.arange(starts[-1]) + (num_computed - starts[:-1])[token_rows]
@@ -114,7 +118,7 @@ class InputBatch:
         most_blocks = int(last_block.max(initial=0)) + 1
         return StepRows(
             rows=rows,
-            attention=AttentionRows(num_tokens, num_computed, starts, positions, token_rows, self.block_tables[rows, :most_blocks]),
+            attention=AttentionRows(num_tokens, num_computed, starts, positions, token_rows, self.block_tables[rows, :most_blocks], *runs),
             token_ids=self.token_ids[rows[token_rows], positions].astype(np.int64),
             samples=reached == self.num_known[rows],
             fresh_blocks=self.block_tables[rows[enters], last_block[enters]].astype(np.int64),
@@ -128,3 +132,13 @@ class InputBatch:
                 f"row {row}: {int(num_tokens[wrong.argmax()])} tokens after {int(self.num_computed[row])} computed, "
                 f"with {int(self.num_known[row])} known and {int(self.num_blocks[row])} blocks"
             )
+
+    @staticmethod
+    def _check_runs(rows: np.ndarray, num_computed: np.ndarray, runs: RunArrays) -> None:
+        _, run_end, run_offsets, run_rows = runs
+        if not len(run_rows):
+            return
+        early = np.repeat(run_end, np.diff(run_offsets)) > num_computed[run_rows]
+        if early.any():
+            place = run_rows[early.argmax()]
+            raise BatchError(f"row {int(rows[place])}: {int(num_computed[place])} positions are computed, a shared run claims more")

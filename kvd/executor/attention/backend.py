@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +27,14 @@ class AttentionRows:
     token_rows: np.ndarray
     """int64 ``[T]``: which of the R rows a flat token belongs to."""
     block_tables: np.ndarray
+    run_start: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """int64 ``[N]``: first position of each shared run; see ``kvd.step.SharedRuns``."""
+    run_end: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """int64 ``[N]``: the position after each run's last."""
+    run_offsets: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    """int64 ``[N + 1]`` into ``run_rows``; a run has at least two rows."""
+    run_rows: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """int64: indices of the R rows, ascending within a run."""
 
 
 class StepAttention(Protocol):
