@@ -111,6 +111,11 @@ class TextModel:
         """For one sequence of tokens after a prompt."""
         return IncrementalDetokenizer(self._tokenizer.pieces, prompt_ids)
 
+    def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """The bytes that each id stands for; none for special tokens and ids without a piece."""
+        bytes_of = self._tokenizer.pieces.bytes_of
+        return [bytes_of(token_id) for token_id in token_ids]
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a whole sequence; special tokens have none."""
         detokenizer = self.detokenizer()

@@ -1,4 +1,4 @@
-"""Operations at the edge: pin, unpin, forget, prefixes, tokenize, status, stats, checkpoint, drain; each ends in one ``result`` or ``failed``.
+"""Operations at the edge: pin, unpin, forget, prefixes, tokenize, detokenize, status, stats, checkpoint, drain; each ends in one ``result`` or ``failed``.
 
 Towards the engine an operation has an id of the edge's own making, so that two clients never share one.
 """
@@ -12,25 +12,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvd_client.protocol.codec import pack_body
-from kvd_client.protocol.messages import Checkpoint, Drain, Forget, Pin, Prefixes, Result, Stats, Status, Tokenize, Unpin
+from kvd_client.protocol.messages import Checkpoint, Detokenize, Drain, Forget, Pin, Prefixes, Result, Stats, Status, Tokenize, Unpin
 
 from kvd.cache.tenants import tenant_salt
 from kvd.commands import CheckpointNow, Command, ForgetPrefixes, OpDone, OpFailed, PinPrefix, Query, Recipe
 from kvd.commands import Drain as DrainCommand
 from kvd.commands import Unpin as UnpinCommand
-from kvd.transport.bodies import TextJob, TextResult
+from kvd.transport.bodies import TextJob, TextResult, check_ids
 from kvd.transport.clients import Client
 from kvd.transport.edge import RETRY_AFTER_S, Edge
 from kvd.transport.errors import RequestError, bad_request
 from kvd.transport.validation import check_forget, check_id, check_name, check_pin
-from kvd.types import TOKEN_BYTES, ErrorCode
+from kvd.types import TOKEN_BYTES, ErrorCode, unpack_tokens
 
-Operation = Pin | Unpin | Forget | Prefixes | Tokenize | Status | Stats | Checkpoint | Drain
+Operation = Pin | Unpin | Forget | Prefixes | Tokenize | Detokenize | Status | Stats | Checkpoint | Drain
 
 REPORT_TIMEOUT_S = 1.0
 """An engine that has not answered ``status`` or ``stats`` after so long is busy; the last snapshot answers for it."""
 
 MAX_DRAIN_TIMEOUT_S = 86400.0
+
+MAX_TOKEN_ID = (1 << 32) - 1
+MAX_DETOKENIZE_IDS = 4096
+"""Looked up on the poller's own thread: a fraction of a millisecond."""
 
 
 @dataclass(slots=True)
@@ -61,6 +65,9 @@ class Operations:
             return
         if isinstance(message, Status | Stats):
             self._report(client, message, now)
+            return
+        if isinstance(message, Detokenize):
+            self._detokenise(client, message, bodies)
             return
         if client.num_open >= self._edge.config.max_requests_per_client:
             limit = self._edge.config.max_requests_per_client
@@ -185,6 +192,17 @@ class Operations:
         )
         client.num_text_jobs += 1
         self._tokenising[number] = operation
+
+    def _detokenise(self, client: Client, message: Detokenize, bodies: list[bytes]) -> None:
+        if self._edge.text is None:
+            raise self._edge.starting()
+        if len(bodies) != 1:
+            raise bad_request(f"{len(bodies)} body frames; there must be one")
+        num_ids = len(bodies[0]) // TOKEN_BYTES
+        if num_ids > MAX_DETOKENIZE_IDS:
+            raise bad_request(f"{num_ids} ids; at most {MAX_DETOKENIZE_IDS} are allowed")
+        token_ids = unpack_tokens(check_ids(bodies[0], MAX_TOKEN_ID + 1))  # a model's vocabulary may be padded beyond the text's
+        self._answer(_Operation(client, message), {"count": num_ids}, pack_body(self._edge.text.token_bytes(token_ids)))
 
     def _pin(self, operation: _Operation, message: Pin, result: TextResult) -> None:
         hello, text = self._edge.require_ready()

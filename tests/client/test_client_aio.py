@@ -15,6 +15,7 @@ from kvd_client.protocol.messages import (
     Abort,
     Checkpoint,
     Credit,
+    Detokenize,
     Drain,
     Failed,
     Forget,
@@ -68,6 +69,37 @@ def test_async_whole_and_streamed_answers(endpoint: str) -> None:
         run(endpoint, test)
 
 
+def test_a_batch_is_what_has_come_and_nothing_is_lost(endpoint: str) -> None:
+    def many(_: ScriptedDaemon, message: Any, bodies: list[bytes]) -> Iterable[Answer]:
+        if isinstance(message, Generate):
+            yield tokens(message.request_id, 0, 1, 2, 3)
+            yield tokens(message.request_id, 3, 4)
+            if bodies[0] == b"fail":
+                yield (Failed(code="internal", message="no", request_id=message.request_id),)
+            else:
+                yield finished(message.request_id, 4)
+
+    async def test(client: AsyncClient) -> None:
+        stream = await client.generate("x", stream=True)
+        await asyncio.sleep(0.2)
+        batches = []
+        while batch := await stream.batch():
+            batches.append(batch)
+        assert len(batches) == 1  # it had all come
+        assert [token for chunk in batches[0] for token in chunk.token_ids] == [1, 2, 3, 4]
+        assert stream.completion.token_ids == (1, 2, 3, 4)
+        assert await stream.batch() == []
+        failing = await client.generate("fail", stream=True)
+        await asyncio.sleep(0.2)
+        assert [token for chunk in await failing.batch() for token in chunk.token_ids] == [1, 2, 3, 4]
+        with pytest.raises(errors.InternalError):
+            await failing.batch()
+        assert await failing.batch() == []
+
+    with ScriptedDaemon(endpoint, many):
+        run(endpoint, test)
+
+
 def test_async_operations(endpoint: str) -> None:
     results: dict[type, tuple[Any, ...]] = {
         Pin: ({"tokens": 32},),
@@ -79,6 +111,7 @@ def test_async_operations(endpoint: str) -> None:
         Checkpoint: ({"blocks": 3, "bytes": 99},),
         Drain: ({},),
         Tokenize: ({"count": 2}, pack_tokens([4, 5])),
+        Detokenize: ({"count": 2}, codec.pack_body([b"Gr", b"\xc3"])),
     }
 
     def answer(_: ScriptedDaemon, message: Any, bodies: list[bytes]) -> Iterable[Answer]:
@@ -99,6 +132,7 @@ def test_async_operations(endpoint: str) -> None:
         assert await client.stats() == {"evictions": 1}
         assert (await client.checkpoint()).num_bytes == 99
         assert await client.tokenize(messages=[{"role": "user", "content": "x"}]) == (4, 5)
+        assert await client.detokenize([4, 5]) == (b"Gr", b"\xc3")
         await client.drain()
         assert (await client.ping()).state == "ready"
         assert (await client.hello()).version == "test"

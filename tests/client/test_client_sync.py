@@ -21,6 +21,7 @@ from kvd_client.protocol.messages import (
     Abort,
     Checkpoint,
     Credit,
+    Detokenize,
     Drain,
     Failed,
     Forget,
@@ -93,6 +94,7 @@ def test_every_operation(endpoint: str, client: Client) -> None:
         Checkpoint: ({"blocks": 3, "bytes": 99},),
         Drain: ({},),
         Tokenize: ({"count": 2}, pack_tokens([4, 5])),
+        Detokenize: ({"count": 2}, codec.pack_body([b"Gr", b"\xc3"])),
     }
 
     def answer(_: ScriptedDaemon, message: Any, bodies: list[bytes]) -> Iterable[Answer]:
@@ -110,6 +112,7 @@ def test_every_operation(endpoint: str, client: Client) -> None:
         checkpoint = client.checkpoint()
         assert (checkpoint.num_blocks, checkpoint.num_bytes) == (3, 99)
         assert client.tokenize("hi") == (4, 5)
+        assert client.detokenize([4, 5]) == (b"Gr", b"\xc3")
         client.drain(12.0)
         assert client.ping().instance == daemon.instance.hex()
         assert client.hello().model == "m"

@@ -17,6 +17,7 @@ from kvd_client.protocol.messages import (
     ChoiceEnd,
     ClientMessage,
     Credit,
+    Detokenize,
     Drain,
     Failed,
     Finished,
@@ -88,6 +89,7 @@ CLIENT = {
     "forget-prefix": (Forget(op_id=ID, cache_salt=b"tenant-1", input="messages"), [pack_body(CHAT[:1])]),
     "prefixes": (Prefixes(op_id=ID), []),
     "tokenize": (Tokenize(op_id=ID, input="text"), [b"hello"]),
+    "detokenize": (Detokenize(op_id=ID), [bytes.fromhex("0100000000c00000")]),
     "status": (Status(op_id=ID), []),
     "stats": (Stats(op_id=ID), []),
     "checkpoint": (Checkpoint(op_id=ID), []),
@@ -135,6 +137,7 @@ SERVER = {
     "failed-operation": (Failed(code="pin_capacity", message="90 of 100 blocks", op_id=ID), []),
     "result": (Result(op_id=ID), [pack_body({"state": "ready"})]),
     "result-tokenize": (Result(op_id=ID), [pack_body({"count": 1}), bytes.fromhex("01000000")]),
+    "result-detokenize": (Result(op_id=ID), [pack_body({"count": 2}), pack_body([b"Gr", b"\xc3"])]),
     "pong": (Pong(nonce=7, instance=ID, state="draining"), []),
 }
 

@@ -84,6 +84,9 @@ class ByteText:
         except KeyError as error:
             raise ChatTemplateError(f"a message has no {error}") from error
 
+    def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        return [bytes([token]) if token < EOS else b"" for token in token_ids]
+
     def detokenizer(self, prompt_ids: Sequence[int]) -> ByteDetokenizer:
         return ByteDetokenizer()
 

@@ -13,6 +13,7 @@ from kvd_client.protocol.messages import (
     Abort,
     Checkpoint,
     Credit,
+    Detokenize,
     Drain,
     Failed,
     Finished,
@@ -710,6 +711,22 @@ def test_tokenize_counts_and_returns_ids():
     assert unpack_body(bodies[0]) == {"count": 2}
     assert list(unpack_tokens(bodies[1])) == [0xC3, 0xA9]
     harness.send(Tokenize(op_id=request_id(2), input="ids"), b"")
+    assert only_failed(harness.take_messages()).code == "bad_request"
+
+
+def test_detokenize_returns_each_ids_bytes():
+    harness = Harness()
+    harness.send(Detokenize(op_id=request_id(1)), pack_tokens([0xC3, 0xA9, 256, 2**32 - 1]))
+    ((result, bodies),) = harness.take()
+    assert isinstance(result, Result)
+    assert unpack_body(bodies[0]) == {"count": 4}
+    assert unpack_body(bodies[1]) == [b"\xc3", b"\xa9", b"", b""]
+
+
+@pytest.mark.parametrize("bodies", [[], [b"x"], [pack_tokens([1] * 4097)], [b"", b""]])
+def test_detokenize_refuses_what_is_no_list_of_ids(bodies):
+    harness = Harness()
+    harness.send(Detokenize(op_id=request_id(1)), *bodies)
     assert only_failed(harness.take_messages()).code == "bad_request"
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -53,6 +56,7 @@ class AsyncClient:
         )
         curve = load_curve_keys(server_key, client_key_file) if server_key else None
         self._io = IoThread(self.endpoint, Session(config), curve)
+        self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
         self._finalizer = weakref.finalize(self, self._io.close)
 
     async def __aenter__(self) -> Self:
@@ -181,6 +185,10 @@ class AsyncClient:
         """The token ids of a text, or of a rendered conversation."""
         return operations.tokenize_result(await self._call(operations.tokenize(prompt, messages, template_args or {}), timeout_s))
 
+    async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> tuple[bytes, ...]:
+        """The bytes that each of at most 4096 token ids stands for; several may share one character, special tokens have none."""
+        return operations.detokenize_result(await self._call(operations.detokenize(token_ids), timeout_s))
+
     async def ping(self, *, timeout_s: float | None = None) -> PingResult:
         """Whether the daemon's edge answers, its state, and how long that takes. Answered in every state."""
         return operations.ping_result(await self._call(operations.ping(), timeout_s))
@@ -200,7 +208,7 @@ class AsyncClient:
     ) -> Completion | AsyncStream:
         message = generate_message(kind, stream=stream, options=options)
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
-        call = Call(message, body, deliver=_deliver_to(deliveries), answer=Answer(message.n, stream=stream))
+        call = Call(message, body, deliver=self._deliver_to(deliveries), answer=Answer(message.n, stream=stream))
         self._open(call, timeout_s)
         if stream:
             return AsyncStream(self._io, call, deliveries, message.credit)
@@ -210,11 +218,21 @@ class AsyncClient:
 
     async def _call(self, operation: operations.Operation, timeout_s: float | None) -> Reply:
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
-        call = operation.call(_deliver_to(deliveries))
+        call = operation.call(self._deliver_to(deliveries))
         self._open(call, timeout_s)
         reply = await self._last(call, deliveries)
         assert isinstance(reply, Reply)
         return reply
+
+    def _deliver_to(self, deliveries: asyncio.Queue[Delivery]) -> Deliver:
+        """Into the running loop. The queue is bounded by the stream's credit."""
+        loop = asyncio.get_running_loop()
+        mailbox = self._mailboxes.get(loop)
+        if mailbox is None:
+            for other in [other for other in tuple(self._mailboxes) if other.is_closed()]:
+                self._mailboxes.pop(other, None)
+            mailbox = self._mailboxes[loop] = _Mailbox(loop)
+        return partial(mailbox.put, deliveries)
 
     def _open(self, call: Call, timeout_s: float | None) -> None:
         call.timeout_s = self.timeout_s if timeout_s is None else timeout_s
@@ -231,18 +249,31 @@ class AsyncClient:
         return delivery
 
 
-def _deliver_to(deliveries: asyncio.Queue[Delivery]) -> Deliver:
-    """Bring deliveries from the client's thread into the running loop. Its queue is bounded by the stream's credit."""
-    loop = asyncio.get_running_loop()
+class _Mailbox:
+    """Brings deliveries from the client's thread into one event loop, and wakes it once for all that come together: the tokens of a step do."""
 
-    def deliver(delivery: Delivery) -> None:
-        try:
-            loop.call_soon_threadsafe(deliveries.put_nowait, delivery)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            if not loop.is_closed():
-                raise
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[tuple[asyncio.Queue[Delivery], Delivery]] = deque()
+        self._is_woken = False
 
-    return deliver
+    def put(self, deliveries: asyncio.Queue[Delivery], delivery: Delivery) -> None:
+        """From the client's thread."""
+        self._waiting.append((deliveries, delivery))
+        if not self._is_woken:
+            self._is_woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._hand_out)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                if not self._loop.is_closed():
+                    raise
+
+    def _hand_out(self) -> None:
+        self._is_woken = False  # before the first look: what comes after the last one wakes the loop again
+        waiting = self._waiting
+        while waiting:
+            deliveries, delivery = waiting.popleft()
+            deliveries.put_nowait(delivery)
 
 
 class AsyncStream(AsyncIterator[Chunk]):
@@ -284,6 +315,36 @@ class AsyncStream(AsyncIterator[Chunk]):
         except BaseException:  # the task was cancelled
             self._cancel()
             raise
+        return self._take(delivery)
+
+    async def batch(self) -> list[Chunk]:
+        """The next piece and everything that has come with it; waits for the first. Empty at the end.
+
+        Raises:
+            KvdError: as for the iterator.
+        """
+        if self._is_over:
+            return []
+        try:
+            delivery = await self._deliveries.get()
+        except BaseException:  # the task was cancelled
+            self._cancel()
+            raise
+        chunks = []
+        while isinstance(delivery, Chunk):
+            chunks.append(self._take(delivery))
+            if self._deliveries.empty():
+                return chunks
+            delivery = self._deliveries.get_nowait()
+        if chunks and isinstance(delivery, KvdError):
+            self._deliveries.put_nowait(delivery)  # for the next call; nothing comes after an error
+            return chunks
+        with contextlib.suppress(StopAsyncIteration):
+            self._take(delivery)
+        return chunks
+
+    def _take(self, delivery: Delivery) -> Chunk:
+        """What a delivery means; raises what ends the stream."""
         if isinstance(delivery, Chunk):
             if granted := self._window.read(len(delivery.token_ids)):
                 self._io.grant(self._call, granted)

@@ -18,6 +18,7 @@ from kvd_client.errors import KvdError
 from kvd_client.protocol import codec
 from kvd_client.protocol.messages import (
     Checkpoint,
+    Detokenize,
     Drain,
     Finished,
     Forget,
@@ -37,7 +38,7 @@ from kvd_client.protocol.messages import (
 )
 from kvd_client.results import Choice, Chunk, Completion, unpack_tokens
 
-OperationMessage = Pin | Unpin | Forget | Prefixes | Tokenize | Status | Stats | Checkpoint | Drain | Ping | Hello
+OperationMessage = Pin | Unpin | Forget | Prefixes | Tokenize | Detokenize | Status | Stats | Checkpoint | Drain | Ping | Hello
 
 
 @dataclass(frozen=True, slots=True)

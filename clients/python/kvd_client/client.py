@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -240,6 +240,10 @@ class Client:
     ) -> tuple[int, ...]:
         """The token ids of a text, or of a rendered conversation."""
         return operations.tokenize_result(self._call(operations.tokenize(prompt, messages, template_args or {}), timeout_s))
+
+    def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> tuple[bytes, ...]:
+        """The bytes that each of at most 4096 token ids stands for; several may share one character, special tokens have none."""
+        return operations.detokenize_result(self._call(operations.detokenize(token_ids), timeout_s))
 
     def ping(self, *, timeout_s: float | None = None) -> PingResult:
         """Whether the daemon's edge answers, its state, and how long that takes. Answered in every state."""

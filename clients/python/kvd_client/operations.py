@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvd_client.calls import Call, Deliver, OperationMessage, Reply
 from kvd_client.errors import InternalError
+from kvd_client.protocol import codec
 from kvd_client.protocol.codes import Code
-from kvd_client.protocol.messages import Checkpoint, Drain, Hello, HelloReply, Ping, Pong, Prefixes, Stats, Status, Unpin
+from kvd_client.protocol.messages import Checkpoint, Detokenize, Drain, Hello, HelloReply, Ping, Pong, Prefixes, Stats, Status, Unpin
 from kvd_client.requests import ChatMessages, Prompt, forget_message, pin_message, prompt_body, tokenize_message
 from kvd_client.results import CheckpointResult, ForgetResult, PingResult, PinResult, unpack_tokens
 
@@ -94,6 +95,11 @@ def tokenize(prompt: str | None, messages: ChatMessages | None, template_args: M
     return Operation(tokenize_message(kind, template_args), (body,))
 
 
+def detokenize(token_ids: Sequence[int]) -> Operation:
+    _, body = prompt_body(list(token_ids))
+    return Operation(Detokenize(op_id=_NO_ID), (body,))
+
+
 def ping() -> Operation:
     return Operation(Ping())
 
@@ -119,6 +125,14 @@ def tokenize_result(reply: Reply) -> tuple[int, ...]:
         return tuple(unpack_tokens(reply.bodies[0]))
     except (IndexError, ValueError) as error:
         raise InternalError("the answer to tokenize has no token ids", code=Code.INTERNAL) from error
+
+
+def detokenize_result(reply: Reply) -> tuple[bytes, ...]:
+    try:
+        pieces = codec.unpack_body(reply.bodies[0])
+    except (IndexError, codec.ProtocolError) as error:
+        raise InternalError("the answer to detokenize has no pieces", code=Code.INTERNAL) from error
+    return tuple(pieces)
 
 
 def ping_result(reply: Reply) -> PingResult:

@@ -140,6 +140,12 @@ class Tokenize(Message, frozen=True, tag="tokenize"):
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
+class Detokenize(Message, frozen=True, tag="detokenize"):
+    """Body: packed u32 ids. Answered by ``result`` {count}; its body: a msgpack array with the bytes of each id, in order."""
+
+    op_id: bytes
+
+
 class Status(Message, frozen=True, tag="status"):
     """Answered by ``result`` in every state of the daemon."""
 
@@ -171,7 +177,9 @@ class Ping(Message, frozen=True, tag="ping"):
     nonce: int = 0
 
 
-ClientMessage = Hello | Generate | Abort | Credit | Pin | Unpin | Forget | Prefixes | Tokenize | Status | Stats | Checkpoint | Drain | Ping
+ClientMessage = (
+    Hello | Generate | Abort | Credit | Pin | Unpin | Forget | Prefixes | Tokenize | Detokenize | Status | Stats | Checkpoint | Drain | Ping
+)
 
 # ------------------------------------------------------------------------------------------- daemon to client
 
