@@ -10,6 +10,7 @@ enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2 };
 Isa active_isa();
 // Throws std::invalid_argument when the processor or the build lacks it. Matrices packed before stay valid: packing is the same for all sets.
 void set_isa(Isa isa);
+bool isa_available(Isa isa);
 const char* isa_name(Isa isa);
 
 }  // namespace kvd

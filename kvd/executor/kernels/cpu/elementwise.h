@@ -19,4 +19,10 @@ void norm_and_rotate(Pool& pool, float* heads, int64_t ld, int64_t num_tokens, i
 // out[r, i] = silu(gate_up[r, i]) * gate_up[r, size + i].
 void silu_mul(Pool& pool, const float* gate_up, int64_t ld, int64_t num_rows, int64_t size, Compute compute, void* out, int64_t ldo);
 
+// finite[r]: whether all `size` elements of row r are finite.
+void finite_rows(Pool& pool, const float* x, int64_t num_rows, int64_t size, bool* finite);
+
+// places[r]: the first place of the largest of row r's `size` elements, 0 where one of them is not finite (finite[r] says so).
+void largest_of_rows(Pool& pool, const float* x, int64_t num_rows, int64_t size, int64_t* places, bool* finite);
+
 }  // namespace kvd

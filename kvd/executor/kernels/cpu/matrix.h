@@ -2,6 +2,7 @@
 // x . W^T for any number of rows x. A row's sum has one order, k ascending, whatever the number of rows beside it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -36,7 +37,10 @@ public:
     void unpack_row(int64_t row, float* out) const;
 
 private:
-    struct Free { void operator()(uint8_t* data) const; };
+    struct Free {
+        size_t bytes;
+        void operator()(uint8_t* data) const;
+    };
     Format format_;
     int64_t n_, k_, panel_bytes_;
     std::unique_ptr<uint8_t[], Free> data_;

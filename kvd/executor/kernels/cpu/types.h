@@ -10,10 +10,11 @@ struct bf16 {
     uint16_t bits;
 };
 
-inline float to_float(bf16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+// Always inlined: a copy out of line, compiled for one instruction set, could be linked in for all of them.
+[[gnu::always_inline]] inline float to_float(bf16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
 
 // Round to nearest even; NaN stays NaN.
-inline bf16 to_bf16(float value) {
+[[gnu::always_inline]] inline bf16 to_bf16(float value) {
     const auto bits = std::bit_cast<uint32_t>(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x0040u)};
     return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};

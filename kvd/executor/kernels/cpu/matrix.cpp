@@ -1,0 +1,229 @@
+#include "matrix.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "dispatch.h"
+#include "formats.h"
+#include "gemm.h"
+#include "module.h"
+
+namespace kvd {
+
+namespace {
+
+// f32 and bf16: [k / STEP][64][STEP].
+template <class T, int STEP>
+struct Plain {
+    static int64_t panel_bytes(int64_t k) { return (k + STEP - 1) / STEP * STEP * PANEL * static_cast<int64_t>(sizeof(T)); }
+
+    static void store(T& to, float from) {
+        if constexpr (sizeof(T) == 4) to = from; else to = to_bf16(from);
+    }
+    static void store(T& to, bf16 from) {
+        if constexpr (sizeof(T) == 4) to = to_float(from); else to = from;
+    }
+
+    template <class S>
+    static void pack_from(uint8_t* panel, int64_t k, int64_t first, int64_t num_rows, const S* rows) {
+        constexpr int64_t BLOCK = 64 / sizeof(S);  // inputs of one cache line of a row
+        T* to = reinterpret_cast<T*>(panel);
+        for (int64_t begin = 0; begin < k; begin += BLOCK) {
+            const int64_t end = std::min(k, begin + BLOCK);
+            for (int64_t r = 0; r < num_rows; ++r)
+                for (int64_t i = begin; i < end; ++i) store(to[(i / STEP * PANEL + first + r) * STEP + i % STEP], rows[r * k + i]);
+        }
+    }
+
+    static void pack(uint8_t* panel, int64_t k, int64_t first, int64_t num_rows, const void* rows, Compute source) {
+        if (source == Compute::f32) pack_from(panel, k, first, num_rows, static_cast<const float*>(rows));
+        else pack_from(panel, k, first, num_rows, static_cast<const bf16*>(rows));
+    }
+
+    static void unpack_row(const uint8_t* panel, int64_t k, int64_t output, float* out) {
+        const T* from = reinterpret_cast<const T*>(panel);
+        for (int64_t i = 0; i < k; ++i) {
+            const T value = from[(i / STEP * PANEL + output) * STEP + i % STEP];
+            if constexpr (sizeof(T) == 4) out[i] = value; else out[i] = to_float(value);
+        }
+    }
+};
+
+PanelKernel f32_kernel(Compute compute) { return compute == Compute::f32 ? KVD_CHOOSE(gemm_table).f32_panel : nullptr; }
+PanelKernel bf16_kernel(Compute compute) { return compute == Compute::bf16 ? KVD_CHOOSE(gemm_table).bf16_panel : nullptr; }
+
+const FormatOps& ops_of(Format format) { return format == Format::f32 || format == Format::bf16 ? plain_ops(format) : quantized_ops(format); }
+
+}  // namespace
+
+const FormatOps& plain_ops(Format format) {
+    using F32 = Plain<float, 1>;
+    using Bf16 = Plain<bf16, 2>;
+    static const FormatOps f32{F32::panel_bytes, nullptr, nullptr, F32::pack, F32::unpack_row, f32_kernel};
+    static const FormatOps bf16{Bf16::panel_bytes, nullptr, nullptr, Bf16::pack, Bf16::unpack_row, bf16_kernel};
+    return format == Format::f32 ? f32 : bf16;
+}
+
+void Matrix::Free::operator()(uint8_t* data) const { munmap(data, bytes); }
+
+Matrix::Matrix(Format format, int64_t n, int64_t k) : format_(format), n_(n), k_(k), panel_bytes_(0) {
+    if (n < 1 || k < 1) throw std::invalid_argument("a matrix has at least one output and one input");
+    panel_bytes_ = ops_of(format).panel_bytes(k);
+    const auto size = static_cast<size_t>(bytes());
+    void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) throw std::bad_alloc();
+    madvise(data, size, MADV_HUGEPAGE);
+    data_ = {static_cast<uint8_t*>(data), Free{size}};
+}
+
+void Matrix::pack_rows(Pool& pool, int64_t first_row, int64_t num_rows, const void* rows, Compute source) {
+    if (first_row < 0 || num_rows < 0 || first_row + num_rows > n_) throw std::invalid_argument("rows outside of the matrix");
+    if (num_rows == 0) return;
+    const FormatOps& ops = ops_of(format_);
+    const int64_t row_bytes = ops.row_bytes ? ops.row_bytes(k_) : k_ * (source == Compute::f32 ? 4 : 2);
+    const int64_t first_panel = first_row / PANEL;
+    const int64_t last_panel = (first_row + num_rows - 1) / PANEL;
+    pool.run(last_panel - first_panel + 1, [&](int64_t i, int) {
+        const int64_t panel = first_panel + i;
+        const int64_t begin = std::max(first_row, panel * PANEL);
+        const int64_t end = std::min(first_row + num_rows, (panel + 1) * PANEL);
+        const auto* from = static_cast<const uint8_t*>(rows) + (begin - first_row) * row_bytes;
+        ops.pack(data_.get() + panel * panel_bytes_, k_, begin - panel * PANEL, end - begin, from, source);
+    });
+}
+
+void Matrix::unpack_row(int64_t row, float* out) const {
+    if (row < 0 || row >= n_) throw std::out_of_range("row outside of the matrix");
+    ops_of(format_).unpack_row(panel(row / PANEL), k_, row % PANEL, out);
+}
+
+void multiply(Pool& pool, const Product& product) {
+    const Matrix& matrix = *product.matrix;
+    const FormatOps& ops = ops_of(matrix.format());
+    const PanelKernel kernel = ops.kernel(product.compute);
+    if (!kernel) throw std::invalid_argument("this matrix does not take rows of this type");
+    const int64_t num_panels = matrix.num_panels();
+    const int64_t scratch_bytes = ops.scratch_bytes ? ops.scratch_bytes(matrix.k()) : 0;
+    std::unique_ptr<uint8_t[]> scratch;
+    uint8_t* scratch_begin = nullptr;
+    const int64_t scratch_stride = (scratch_bytes + 127) / 128 * 128;
+    if (scratch_bytes) {
+        scratch.reset(new uint8_t[scratch_stride * pool.num_threads() + 64]);
+        scratch_begin = scratch.get() + (64 - reinterpret_cast<uintptr_t>(scratch.get()) % 64);
+    }
+    pool.run(num_panels, [&](int64_t p, int worker) {
+        PanelWork work;
+        work.panel = matrix.panel(p);
+        work.next_panel = p + 1 < num_panels ? matrix.panel(p + 1) : nullptr;
+        work.panel_bytes = matrix.panel_bytes();
+        work.k = matrix.k();
+        work.num_outputs = std::min(PANEL, matrix.n() - p * PANEL);
+        work.x = static_cast<const uint8_t*>(product.x);
+        work.ldx = product.ldx;
+        work.num_rows = product.num_rows;
+        work.out = product.out + p * PANEL;
+        work.ldo = product.ldo;
+        work.bias = product.bias ? product.bias + p * PANEL : nullptr;
+        work.accumulate = product.accumulate;
+        work.scratch = scratch_begin ? scratch_begin + worker * scratch_stride : nullptr;
+        kernel(work);
+    });
+}
+
+namespace nb = nanobind;
+
+namespace {
+
+using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+bool is_f32(const Array& array) { return array.dtype() == nb::dtype<float>(); }
+// bfloat16, or 16-bit integers that hold its bits (NumPy has no bfloat16).
+bool is_bf16(const Array& array) {
+    const auto dtype = array.dtype();
+    return dtype.bits == 16 && dtype.lanes == 1 && (dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat) || dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt));
+}
+
+Compute compute_of(const Array& array) {
+    if (is_f32(array)) return Compute::f32;
+    if (is_bf16(array)) return Compute::bf16;
+    throw std::invalid_argument("float32 or bfloat16 values are wanted");
+}
+
+Format format_of(const std::string& name) {
+    const char* names[] = {"f32", "bf16", "q8_0", "q4_0", "q4_1", "q4_k", "q6_k"};
+    for (int i = 0; i < 7; ++i)
+        if (name == names[i]) return static_cast<Format>(i);
+    throw std::invalid_argument("no such matrix format: " + name);
+}
+
+void pack_rows(Matrix& matrix, Pool& pool, int64_t first_row, const Array& rows) {
+    if (rows.ndim() != 2) throw std::invalid_argument("rows have two dimensions");
+    const FormatOps& ops = ops_of(matrix.format());
+    Compute source = Compute::f32;
+    if (ops.row_bytes) {
+        if (rows.dtype() != nb::dtype<uint8_t>() || static_cast<int64_t>(rows.shape(1)) != ops.row_bytes(matrix.k()))
+            throw std::invalid_argument("rows of a quantised matrix are bytes, " + std::to_string(ops.row_bytes(matrix.k())) + " each");
+    } else {
+        source = compute_of(rows);
+        if (static_cast<int64_t>(rows.shape(1)) != matrix.k()) throw std::invalid_argument("rows have " + std::to_string(matrix.k()) + " inputs");
+    }
+    const nb::gil_scoped_release release;
+    matrix.pack_rows(pool, first_row, static_cast<int64_t>(rows.shape(0)), rows.data(), source);
+}
+
+void unpack_row(const Matrix& matrix, int64_t row, const nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>& out) {
+    if (static_cast<int64_t>(out.shape(0)) != matrix.k()) throw std::invalid_argument("out has one element for each input");
+    matrix.unpack_row(row, out.data());
+}
+
+void multiply_arrays(Pool& pool, const Matrix& matrix, const Array& x, const nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& out,
+                     const std::optional<nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>>& bias, bool accumulate) {
+    if (x.ndim() != 2 || static_cast<int64_t>(x.shape(1)) != matrix.k()) throw std::invalid_argument("x is [rows, " + std::to_string(matrix.k()) + "]");
+    if (out.shape(0) != x.shape(0) || static_cast<int64_t>(out.shape(1)) != matrix.n()) throw std::invalid_argument("out is [rows, " + std::to_string(matrix.n()) + "]");
+    if (bias && static_cast<int64_t>(bias->shape(0)) != matrix.n()) throw std::invalid_argument("bias is [" + std::to_string(matrix.n()) + "]");
+    Product product{&matrix, compute_of(x), x.data(), matrix.k(), static_cast<int64_t>(x.shape(0)), out.data(), matrix.n()};
+    product.bias = bias ? bias->data() : nullptr;
+    product.accumulate = accumulate;
+    const nb::gil_scoped_release release;
+    multiply(pool, product);
+}
+
+}  // namespace
+
+void register_matrix(nb::module_& m) {
+    m.def("isa", [] { return std::string(isa_name(active_isa())); }, "The instruction set that the kernels use: portable, avx2 or avx512.");
+    m.def("available_isas", [] {
+        nb::list names;
+        for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512})
+            if (isa_available(isa)) names.append(isa_name(isa));
+        return names;
+    }, "What this processor and this build have, the best one last.");
+    m.def("set_isa", [](const std::string& name) {
+        for (const Isa isa : {Isa::portable, Isa::avx2, Isa::avx512})
+            if (name == isa_name(isa)) return set_isa(isa);
+        throw std::invalid_argument("no such instruction set: " + name);
+    }, nb::arg("name"), "Uses another instruction set; ValueError where it is not available.");
+    nb::class_<Matrix>(m, "Matrix", "A weight matrix [n outputs, k inputs] packed for products.")
+        .def("__init__", [](Matrix* self, const std::string& format, int64_t n, int64_t k) { new (self) Matrix(format_of(format), n, k); },
+             nb::arg("format"), nb::arg("n"), nb::arg("k"), "`format`: f32, bf16, q8_0, q4_0, q4_1, q4_k or q6_k.")
+        .def_prop_ro("n", &Matrix::n)
+        .def_prop_ro("k", &Matrix::k)
+        .def_prop_ro("bytes", &Matrix::bytes)
+        .def("pack_rows", &pack_rows, nb::arg("pool"), nb::arg("first_row"), nb::arg("rows"),
+             "Rows [m, k] of float32 or bfloat16 values, or [m, bytes] of a quantised file's blocks, become outputs from `first_row` on.")
+        .def("unpack_row", &unpack_row, nb::arg("row"), nb::arg("out"), "Writes one row as float32 [k].");
+    m.def("multiply", &multiply_arrays, nb::arg("pool"), nb::arg("matrix"), nb::arg("x"), nb::arg("out"), nb::arg("bias").none() = nb::none(),
+          nb::arg("accumulate") = false, "out [rows, n] (+)= x [rows, k] . W^T (+ bias [n]); out and bias are float32.");
+}
+
+}  // namespace kvd

@@ -1,0 +1,12 @@
+// The Python module `_cpu`: each part registers its own classes and functions.
+#include <nanobind/nanobind.h>
+
+#include "module.h"
+
+NB_MODULE(_cpu, m) {
+    kvd::register_pool(m);
+    kvd::register_matrix(m);
+    kvd::register_attention(m);
+    kvd::register_elementwise(m);
+    kvd::register_decoder(m);
+}

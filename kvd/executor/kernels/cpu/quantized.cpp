@@ -1,0 +1,4 @@
+// Products with quantised matrices.
+namespace kvd {
+namespace KVD_ISA {}
+}  // namespace kvd
