@@ -126,6 +126,13 @@ void Decoder::check(const StepInput& input) const {
             if (static_cast<uint32_t>(table[b]) >= static_cast<uint64_t>(input.num_blocks)) out_of_range("block id", table[b], input.num_blocks);
         }
     }
+    for (int64_t run = 0; run < shape.num_runs; ++run) {
+        for (int64_t i = shape.run_offsets[run]; i < shape.run_offsets[run + 1]; ++i) {
+            const int64_t row = shape.run_rows[i];
+            if (static_cast<uint64_t>(row) >= static_cast<uint64_t>(shape.num_rows)) out_of_range("row of a run", row, shape.num_rows);
+            if (shape.run_end[run] > shape.num_computed[row]) out_of_range("end of a run", shape.run_end[run], shape.num_computed[row] + 1);
+        }
+    }
 }
 
 void Decoder::reserve(int64_t num_tokens) {

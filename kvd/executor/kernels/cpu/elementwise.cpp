@@ -7,6 +7,9 @@
 #include <cstring>
 
 #if defined(KVD_ISA_avx512) || defined(KVD_ISA_avx2)
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own header, in _mm512_reduce_* (GCC bug 105593)
+#endif
 #include <immintrin.h>
 #endif
 
