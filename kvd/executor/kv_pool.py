@@ -45,6 +45,7 @@ class KvPool:
     layout = LAYOUT
 
     def __init__(self, spec: KvShape, num_blocks: int, block_size_tokens: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._spec = spec
         self.num_blocks = num_blocks
         self.num_layers = spec.num_layers
         self.num_kv_heads = spec.num_kv_heads
@@ -61,6 +62,10 @@ class KvPool:
         """K or V of one layer of one block a row: ``(block * num_layers + layer) * 2 + kv``, kv 0 for K."""
         self.positions = self._blocks.view(-1, spec.num_kv_heads * spec.head_dim)
         """K or V of one position a row: ``plane * block_size_tokens + offset``."""
+
+    def scratch(self, num_blocks: int) -> KvPool:
+        """Another pool of the same layout."""
+        return KvPool(self._spec, num_blocks, self.block_size_tokens, self.dtype, self.device)
 
     def read_blocks(self, block_ids: Sequence[BlockId], memory: memoryview) -> None:
         """Copy rows into writable ``memory``, ``len(block_ids) * row_bytes`` long, byte for byte.

@@ -1,54 +1,43 @@
-"""The real runner: a step in, sampled tokens out, over one decoder, one paged pool and one attention backend."""
+"""The real runner: a step in, sampled tokens out, over one model and one paged pool."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from kvd.executor.attention.backend import AttentionBackend, StepAttention
 from kvd.executor.attention.reference import AttentionShape, ReferenceAttention
 from kvd.executor.input_batch import InputBatch, StepRows
 from kvd.executor.kv_pool import KvPool, KvShape
 from kvd.executor.sampling.columns import SamplingColumns
 from kvd.executor.sampling.penalties import TokenCounts
 from kvd.executor.sampling.sampler import sample
+from kvd.executor.step_model import StepDecoder, StepHidden, StepModel, TorchModel, finite_rows
 from kvd.step import ContinuedRows, ExecutorOutput, SchedulerOutput, StartedRow
-from kvd.types import BlockId, SamplingParams, TokenLogprobs, pack_tokens
-
-_WARM_UP_PROMPTS = (1, 16, 64, 256, 512)
+from kvd.types import BlockId, SamplingParams, pack_tokens
 
 
 class RunnerSpec(KvShape, AttentionShape, Protocol):
-    """The part of a model's spec that the runner looks at."""
+    """The part of a model's spec that the torch runner looks at."""
 
     @property
     def vocab_size(self) -> int: ...
 
 
-class StepDecoder(Protocol):
-    """The decoder, as the runner drives it."""
+class ModelRunner:
+    """Keeps the rows' state and runs steps of ``model`` over ``pool``, on its device; called from one thread."""
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: StepAttention) -> Tensor: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-
-class TorchRunner:
-    """Keeps the rows' state and runs steps on the pool's device; called from one thread."""
-
-    def __init__(self, decoder: StepDecoder, spec: RunnerSpec, pool: KvPool, *, max_rows: int, max_model_len: int) -> None:
-        self._decoder = decoder
-        self._spec = spec
+    def __init__(self, model: StepModel, pool: KvPool, vocab_size: int, *, max_rows: int, max_model_len: int) -> None:
+        self._model = model
         self._pool = pool
+        self._vocab_size = vocab_size
         self._max_rows = max_rows
         self._max_model_len = max_model_len
-        self._attention: AttentionBackend = ReferenceAttention(spec, pool)
         self._batch = InputBatch(max_rows, max_model_len, pool.block_size_tokens)
         self._sampling = SamplingColumns(max_rows)
-        self._counts = TokenCounts(max_rows, spec.vocab_size, pool.device)
+        self._counts = TokenCounts(max_rows, vocab_size, pool.device)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ExecutorOutput:
@@ -68,23 +57,20 @@ class TorchRunner:
             self._start(started)
         if not len(rows.rows):
             return ExecutorOutput(step.step, [], [], [])
-        attention = rows.attention
-        attend = self._attention.plan(attention)
-        hidden = self._decoder.forward(self._to_device(rows.token_ids), self._to_device(attention.positions), attend)
-        finite = torch.isfinite(hidden.sum(dim=-1, dtype=torch.float32)).cpu().numpy()
-        self._batch.failed[rows.rows] |= ~np.logical_and.reduceat(finite, attention.starts[:-1])
+        hidden = self._model.forward(rows)
+        finite = hidden.finite()
+        if not finite.all():
+            self._batch.failed[rows.rows] |= ~np.logical_and.reduceat(finite, rows.attention.starts[:-1])
         return self._sample(step.step, rows, hidden)
 
     def warm_up(self) -> None:
         """Run one step of each shape class, decodes by batch size and prompts by length, on a scratch pool and with no other trace."""
         size = self._pool.block_size_tokens
-        prompts = [length for length in _WARM_UP_PROMPTS if length < self._max_model_len]
+        prompts = [length for length in self._model.warm_up_prompts if length < self._max_model_len]
         decodes = [1 << power for power in range(self._max_rows.bit_length()) if 1 << power <= self._max_rows]
         blocks_of_prompt = -(-max(prompts) // size)
-        shape = (max(blocks_of_prompt, decodes[-1]), size, self._pool.dtype, self._pool.device)
-        scratch = TorchRunner(
-            self._decoder, self._spec, KvPool(self._spec, *shape), max_rows=self._max_rows, max_model_len=self._max_model_len
-        )
+        pool = self._pool.scratch(max(blocks_of_prompt, decodes[-1]))
+        scratch = ModelRunner(self._model.over(pool), pool, self._vocab_size, max_rows=self._max_rows, max_model_len=self._max_model_len)
         sampling = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9))
         for length in prompts:
             table = tuple(BlockId(block) for block in range(-(-length // size)))
@@ -99,42 +85,64 @@ class TorchRunner:
             known = np.frombuffer(started.token_ids, dtype="<u4")
             self._counts.start(started.row, known[: started.num_prompt_tokens], known[started.num_prompt_tokens :])
 
-    def _sample(self, step: int, rows: StepRows, hidden: Tensor) -> ExecutorOutput:
+    def _sample(self, step: int, rows: StepRows, hidden: StepHidden) -> ExecutorOutput:
         batch = self._batch
         reached = np.flatnonzero(rows.samples)
         wanted = reached[~batch.failed[rows.rows[reached]]]
-        token_ids: list[int] = []
-        choices: list[int] = []
-        drawn_rows: list[int] = []
-        logprobs: list[TokenLogprobs | None] | None = None
+        output = ExecutorOutput(step, [], [], [])
         if len(wanted):
-            logits = self._decoder.logits(hidden[self._to_device(rows.attention.starts[wanted + 1] - 1)])
-            # a row's sum is not finite if one of its logits is not
-            finite = torch.isfinite(logits.sum(dim=-1)).cpu().numpy()
-            if not finite.all():
-                batch.failed[rows.rows[wanted[~finite]]] = True
-                logits = logits[self._to_device(np.flatnonzero(finite))]
-                wanted = wanted[finite]
-        if len(wanted):
-            sampled_rows = rows.rows[wanted]
-            draws, index = self._sampling.draws(sampled_rows, batch.num_known[sampled_rows])
-            if len(draws.row) > len(wanted):
-                logits = logits[self._to_device(index)]
-            sampled = sample(logits, draws, self._counts)
-            token_ids, choices, drawn_rows = sampled.token_ids.tolist(), draws.choice.tolist(), draws.row.tolist()
-            logprobs = sampled.logprobs
-            own = np.flatnonzero(np.diff(index, prepend=-1))  # a row's first draw is its own choice
-            batch.append(sampled_rows, sampled.token_ids[own])
-            counted = own[draws.penalised[own]]
-            if len(counted):
-                self._counts.add(draws.row[counted], sampled.token_ids[counted])
+            positions = batch.num_known[rows.rows[wanted]]
+            draw = self._draw_greedy if self._sampling.are_plain(rows.rows[wanted], positions) else self._draw
+            output = draw(step, rows, wanted, hidden)
+        if not batch.failed[rows.rows].any():
+            return output
         failed = rows.rows[batch.failed[rows.rows]]
         stuck = rows.rows[reached][batch.failed[rows.rows[reached]]]
         batch.append(stuck, np.zeros(len(stuck), dtype=np.int64))  # keeps a step that is already in flight in range
-        return ExecutorOutput(step, drawn_rows, choices, token_ids, logprobs, tuple(failed.tolist()))
+        return replace(output, failed_rows=tuple(failed.tolist()))
 
-    def _to_device(self, values: np.ndarray) -> Tensor:
+    def _draw_greedy(self, step: int, rows: StepRows, wanted: np.ndarray, hidden: StepHidden) -> ExecutorOutput:
+        """The most frequent case: every row takes its largest logit, and nothing else is asked of any."""
+        token_ids, finite = hidden.greedy(rows.attention.starts[wanted + 1] - 1)
+        sampled_rows = rows.rows[wanted]
+        if not finite.all():
+            self._batch.failed[sampled_rows[~finite]] = True
+            sampled_rows, token_ids = sampled_rows[finite], token_ids[finite]
+        self._batch.append(sampled_rows, token_ids)
+        return ExecutorOutput(step, sampled_rows.tolist(), self._sampling.choices(sampled_rows), token_ids.tolist())
+
+    def _draw(self, step: int, rows: StepRows, wanted: np.ndarray, hidden: StepHidden) -> ExecutorOutput:
+        batch = self._batch
+        logits = hidden.logits(rows.attention.starts[wanted + 1] - 1)
+        finite = finite_rows(logits)
+        if not finite.all():
+            batch.failed[rows.rows[wanted[~finite]]] = True
+            logits = logits[self._to_device(np.flatnonzero(finite))]
+            wanted = wanted[finite]
+            if not len(wanted):
+                return ExecutorOutput(step, [], [], [])
+        sampled_rows = rows.rows[wanted]
+        draws, index = self._sampling.draws(sampled_rows, batch.num_known[sampled_rows])
+        if len(draws.row) > len(wanted):
+            logits = logits[self._to_device(index)]
+        sampled = sample(logits, draws, self._counts)
+        own = np.flatnonzero(np.diff(index, prepend=-1))  # a row's first draw is its own choice
+        batch.append(sampled_rows, sampled.token_ids[own])
+        counted = own[draws.penalised[own]]
+        if len(counted):
+            self._counts.add(draws.row[counted], sampled.token_ids[counted])
+        return ExecutorOutput(step, draws.row.tolist(), draws.choice.tolist(), sampled.token_ids.tolist(), sampled.logprobs)
+
+    def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._pool.device)
+
+
+class TorchRunner(ModelRunner):
+    """A runner of torch's decoder over the reference attention."""
+
+    def __init__(self, decoder: StepDecoder, spec: RunnerSpec, pool: KvPool, *, max_rows: int, max_model_len: int) -> None:
+        model = TorchModel(decoder, lambda pool: ReferenceAttention(spec, pool), pool)
+        super().__init__(model, pool, spec.vocab_size, max_rows=max_rows, max_model_len=max_model_len)
 
 
 def _warm_row(row: int, num_tokens: int, block_ids: tuple[BlockId, ...], sampling: SamplingParams) -> StartedRow:

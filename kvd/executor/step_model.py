@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from kvd.executor.attention.backend import AttentionBackend, StepAttention
 from kvd.executor.input_batch import StepRows
+from kvd.executor.kv_pool import KvPool
 
 
 class StepHidden(Protocol):
@@ -24,9 +26,21 @@ class StepHidden(Protocol):
         The caller may overwrite it; the model's next call may, too.
         """
 
+    def greedy(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of the flat ``tokens`` (int64), int64 and bool ``[len(tokens)]``: the id of the largest logit, the lowest among equals, and whether
+        all of the token's logits are finite (where not, the id says nothing).
+        """
+
 
 class StepModel(Protocol):
     """A whole model over one KV pool, weights and attention included."""
+
+    @property
+    def warm_up_prompts(self) -> tuple[int, ...]:
+        """Lengths of prompts, one of each shape class, after which nothing runs for the first time."""
+
+    def over(self, pool: KvPool) -> StepModel:
+        """The same weights over another pool of the same layout."""
 
     def forward(self, rows: StepRows) -> StepHidden:
         """Compute a step: keeps K and V of all tokens in the pool.
@@ -45,12 +59,18 @@ class StepDecoder(Protocol):
 
 
 class TorchModel:
-    """A decoder of torch operators and an attention backend, on ``device``."""
+    """A decoder of torch operators over ``pool``, on its device; ``attention`` makes the backend for a pool."""
 
-    def __init__(self, decoder: StepDecoder, attention: AttentionBackend, device: torch.device) -> None:
+    warm_up_prompts = (1, 16, 64, 256, 512)
+
+    def __init__(self, decoder: StepDecoder, attention: Callable[[KvPool], AttentionBackend], pool: KvPool) -> None:
         self._decoder = decoder
-        self._attention = attention
-        self._device = device
+        self._make_attention = attention
+        self._attention = attention(pool)
+        self._device = pool.device
+
+    def over(self, pool: KvPool) -> TorchModel:
+        return TorchModel(self._decoder, self._make_attention, pool)
 
     def forward(self, rows: StepRows) -> StepHidden:
         attend = self._attention.plan(rows.attention)
@@ -67,8 +87,17 @@ class _TorchHidden:
         self._hidden = hidden
 
     def finite(self) -> np.ndarray:
-        finite: np.ndarray = torch.isfinite(self._hidden.sum(dim=-1, dtype=torch.float32)).cpu().numpy()
-        return finite
+        return finite_rows(self._hidden)
+
+    def greedy(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        logits = self.logits(tokens)
+        return logits.argmax(dim=-1).cpu().numpy(), finite_rows(logits)
 
     def logits(self, tokens: np.ndarray) -> Tensor:
         return self._decoder.logits(self._hidden[torch.from_numpy(tokens).to(self._hidden.device)])
+
+
+def finite_rows(values: Tensor) -> np.ndarray:
+    """Bool ``[N]`` of ``values [N, size]``: a row's sum is not finite if one of its values is not."""
+    finite: np.ndarray = torch.isfinite(values.sum(dim=-1, dtype=torch.float32)).cpu().numpy()
+    return finite

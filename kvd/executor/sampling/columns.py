@@ -50,6 +50,8 @@ class SamplingColumns:
         self._seed = np.zeros(max_rows, dtype=np.uint64)
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self._penalised = np.zeros(max_rows, dtype=bool)
+        self._plain = np.zeros(max_rows, dtype=bool)
+        """Greedy, without log-probabilities and penalties."""
         self._choice = np.zeros(max_rows, dtype=np.int64)
         self._num_choices = np.ones(max_rows, dtype=np.int64)
         self._unban_at = np.zeros(max_rows, dtype=np.int64)
@@ -66,6 +68,7 @@ class SamplingColumns:
         self._seed[row] = sampling.seed & (1 << 64) - 1
         self._num_logprobs[row] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
         self._penalised[row] = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
+        self._plain[row] = self._floats["temperature"][row] == 0 and self._num_logprobs[row] < 0 and not self._penalised[row]
         self._choice[row] = started.choice
         self._num_choices[row] = started.num_choices
         self._unban_at[row] = started.num_prompt_tokens + started.min_tokens
@@ -76,6 +79,17 @@ class SamplingColumns:
     def penalised(self, row: int) -> bool:
         """Whether the row needs its tokens counted."""
         return bool(self._penalised[row])
+
+    def are_plain(self, rows: np.ndarray, positions: np.ndarray) -> bool:
+        """Whether all ``rows`` are greedy at ``positions`` and ask for nothing else: no log-probabilities, no penalty, no ban, no second choice."""
+        if not self._plain[rows].all() or (self._num_choices[rows] > 1).any():
+            return False
+        return not self._banned or bool((positions >= self._unban_at[rows]).all())
+
+    def choices(self, rows: np.ndarray) -> list[int]:
+        """The rows' own choices."""
+        choices: list[int] = self._choice[rows].tolist()
+        return choices
 
     def draws(self, rows: np.ndarray, positions: np.ndarray) -> tuple[Draws, np.ndarray]:
         """The draws of ``rows`` at ``positions``, one a choice, and for each draw the index of its row among ``rows``.
