@@ -1,0 +1,99 @@
+"""Servers that the benchmark starts, kills with SIGKILL and starts again: one at a time, since two of them would share the processors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from kvd.bench.machine import process_tree
+from kvd.bench.measuring import BenchError, Server
+
+_POLL_S = 0.02
+_TAIL_BYTES = 1500
+_DIE_S = 30.0
+
+
+class Launched:
+    """A server's process tree, made of a command line. Its output goes to a file.
+
+    Args:
+        name: the target's.
+        command: as one would type it into a shell.
+        log: where its output is appended.
+        ready_timeout_s: until it must be ready.
+    """
+
+    def __init__(self, name: str, command: str, log: Path, *, ready_timeout_s: float) -> None:
+        self._name = name
+        self._command = command
+        self._log = log
+        self._ready_timeout_s = ready_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._began_s = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        """The first process of the tree, while there is one."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def began_s(self) -> float:
+        """The moment before exec, of ``time.perf_counter``."""
+        return self._began_s
+
+    async def start(self, server: Server) -> float:
+        """Start it and wait until it is ready; seconds from exec to that.
+
+        Raises:
+            BenchError: something else serves there already, or it ends before it is ready, or takes too long.
+        """
+        if await server.is_ready():
+            raise BenchError(
+                f"{self._name}: something answers at its address already; stop it, or leave --server-command out", kind="usage"
+            )
+        with self._log.open("ab") as log:
+            self._began_s = time.perf_counter()
+            self._process = subprocess.Popen(  # noqa: ASYNC220  nothing else waits in this loop
+                ["/bin/sh", "-c", self._command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        while not await server.is_ready():
+            if (code := self._process.poll()) is not None:
+                self._process = None
+                raise BenchError(f"{self._name} ended with exit code {code} before it was ready; {self._log} ends: {self._tail()}")
+            if time.perf_counter() - self._began_s > self._ready_timeout_s:
+                self.kill()
+                raise BenchError(f"{self._name} was not ready within {self._ready_timeout_s:g} s; {self._log} ends: {self._tail()}")
+            await asyncio.sleep(_POLL_S)
+        return time.perf_counter() - self._began_s
+
+    def kill(self) -> None:
+        """SIGKILL the tree and wait until it is gone. Does nothing where none runs."""
+        if self._process is None:
+            return
+        tree = process_tree(self._process.pid)
+        for pid in reversed(tree):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+        deadline_s = time.monotonic() + _DIE_S
+        while any(_lives(pid) for pid in tree) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+
+    def _tail(self) -> str:
+        text = self._log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+        return " | ".join(line.strip() for line in text.splitlines()[-5:] if line.strip()) or "(empty)"
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process is there and not only waits to be reaped."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return text[text.rindex(")") + 2 :][:1] not in {"Z", "X"}

@@ -1,0 +1,246 @@
+"""Tables of a result: as text for a terminal, and as the Markdown page that compares kvd with its peers and says where it is behind."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvd.bench.comparing import all_comparisons, best, compare, uneven_prompts
+from kvd.bench.plan import HEADLINE, METRICS
+from kvd.bench.ratios import Ratio
+from kvd.bench.results import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A row of the page's comparison: our figure at a point against the best of ``peers`` (targets that have no such figure don't count).
+
+    Attributes:
+        text: what is measured.
+        least: the ratio that is wanted (how many times better); None: only measured.
+        against: another figure of our own that ours is held against, in place of peers.
+        bound: an absolute bound on our median, for figures in seconds.
+    """
+
+    text: str
+    key: str
+    metric: str
+    ours: str
+    peers: tuple[str, ...] = ()
+    least: float | None = None
+    against: str | None = None
+    bound: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A claim with what was measured; ``holds`` is None where nothing was asked of it or something is missing."""
+
+    claim: Claim
+    peer: str | None
+    our_median: float | None
+    their_median: float | None
+    ratio: Ratio | None
+    holds: bool | None
+
+
+def judge(result: Result, claim: Claim) -> Judged:
+    """Look a claim up in a result."""
+    mine = result.values(claim.key, claim.ours, claim.metric)
+    our_median = statistics.median(mine.values()) if mine else None
+    if claim.bound is not None:
+        return Judged(claim, None, our_median, None, None, None if our_median is None else our_median <= claim.bound)
+    peer = claim.ours if claim.against else best(result, claim.key, claim.metric, claim.peers)
+    found = compare(result, claim.key, claim.metric, claim.ours, peer, their_metric=claim.against) if peer else None
+    if found is None:
+        return Judged(claim, peer, our_median, None, None, None)
+    holds = None if claim.least is None else found.ratio.mean >= claim.least
+    return Judged(claim, peer, found.our_median, found.their_median, found.ratio, holds)
+
+
+def text_tables(result: Result) -> str:
+    """A table a point: medians of each target, with their range, and ratios against the first target."""
+    lines: list[str] = []
+    for key in result.point_keys():
+        targets = result.targets_of(key)
+        metrics = result.metrics_of(key)
+        rows = [("", *targets), *((metric, *(_cell(result, key, name, metric) for name in targets)) for metric in metrics)]
+        rows += _cost_rows(result, key, targets)
+        lines += ["", key, *_aligned(rows)]
+    comparisons = list(all_comparisons(result))
+    if comparisons:
+        first = next(iter(result.targets))
+        rows = [("point", "figure", "target", "ratio", "from", "to", "pairs")]
+        rows += [
+            (
+                each.key,
+                each.metric,
+                each.ours,
+                f"{each.ratio.mean:.3f}",
+                f"{each.ratio.low:.3f}",
+                _bound(each.ratio.high),
+                str(each.ratio.num_pairs),
+            )
+            for each in comparisons
+            if each.metric == HEADLINE[each.key.split(" ")[0]] or each.metric in {"ttft_s", "ready_s"}
+        ]
+        lines += [
+            "",
+            f"Times better than {first} (above 1: better, for rates and for times), median of pairs with its 95 % interval:",
+            *_aligned(rows),
+        ]
+    notes = [
+        *result.warnings(),
+        *uneven_prompts(result),
+        *(f"{each['target']}, {each['key']}: failed: {each['error']}" for each in result.failures),
+    ]
+    return "\n".join([*lines, *(["", *(f"note: {note}" for note in notes)] if notes else [])]).lstrip("\n")
+
+
+def comparison_dicts(result: Result) -> list[dict[str, Any]]:
+    """The ratios as plain data."""
+    return [
+        {
+            "key": each.key,
+            "metric": each.metric,
+            "target": each.ours,
+            "baseline": each.theirs,
+            "median": each.our_median,
+            "baseline_median": each.their_median,
+            "ratio": round(each.ratio.mean, 4),
+            "low": round(each.ratio.low, 4),
+            "high": round(each.ratio.high, 4) if math.isfinite(each.ratio.high) else None,
+            "pairs": each.ratio.num_pairs,
+        }
+        for each in all_comparisons(result)
+    ]
+
+
+def page(result: Result, claims: Sequence[Claim], *, command: str) -> str:
+    """The Markdown of a comparison: the claims with their ratios, where kvd is behind, and every target's figures."""
+    judged = [judge(result, claim) for claim in claims]
+    facts = result.facts
+    targets = "; ".join(f"{name} ({target['version']})" for name, target in result.targets.items())
+    rounds = 1 + max((each["round"] % 1000 for each in result.samples), default=0)
+    lines = [
+        "# Benchmarks",
+        "",
+        f"Written by `{command}` from its own JSON; nothing here is typed by hand. Figures of one machine: compare ratios, not absolute figures.",
+        "",
+        f"* date: {facts['date']}; load before the run: {facts['load_before']}; {rounds} interleaved rounds, one server alive at a time",
+        f"* machine: {facts['machine']}",
+        f"* targets: {targets}",
+        "* ratios: how many times better kvd is (above 1: better, for rates and for times), the median over pairs of the same round, with the interval of the bootstrap (under six pairs: their range)",
+        "",
+        "## Against the better peer of each row",
+        "",
+        "| measure | kvd | better peer | times better | wanted | |",
+        "|---|---|---|---|---|---|",
+        *(_claim_row(each) for each in judged),
+        "",
+        "## Where kvd is behind",
+        "",
+        *_behind(judged),
+        "",
+        "## All figures",
+        "",
+        *_all_figures(result),
+        "",
+        *_notes(result),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _claim_row(judged: Judged) -> str:
+    claim, unit = judged.claim, METRICS[judged.claim.metric].unit
+    ours = "not measured" if judged.our_median is None else f"{_figure(judged.our_median)} {unit}"
+    if claim.bound is not None:
+        return f"| {claim.text} | {ours} | | | at most {claim.bound:g} {unit} | {_mark(judged.holds)} |"
+    where = f"own {claim.against}" if claim.against else (judged.peer or "none measured")
+    theirs = where if judged.their_median is None else f"{_figure(judged.their_median)} ({where})"
+    ratio = "" if judged.ratio is None else f"{judged.ratio.mean:.2f} ({judged.ratio.low:.2f} to {_bound(judged.ratio.high)})"
+    wanted = "measured only" if claim.least is None else f"at least {claim.least:.2f}"
+    return f"| {claim.text} | {ours} | {theirs} | {ratio} | {wanted} | {_mark(judged.holds)} |"
+
+
+def _behind(judged: Sequence[Judged]) -> list[str]:
+    """Every row in which a peer is better or less is reached than was wanted, and what was not measured."""
+    lines = []
+    for each in judged:
+        if each.ratio is not None and each.ratio.mean < 1 and each.claim.against is None:
+            lines.append(f"* {each.claim.text}: {each.peer} is better, {1 / each.ratio.mean:.2f} times.")
+        elif each.holds is False:
+            reached = "" if each.ratio is None else f": {each.ratio.mean:.2f} of the wanted {each.claim.least:.2f}"
+            lines.append(f"* {each.claim.text} misses what was wanted{reached}.")
+    missing = [each.claim.text for each in judged if each.our_median is None]
+    if missing:
+        lines.append(f"* Not measured: {'; '.join(missing)}.")
+    return lines or ["Nowhere in these rows."]
+
+
+def _all_figures(result: Result) -> Iterator[str]:
+    for key in result.point_keys():
+        targets = result.targets_of(key)
+        metrics = result.metrics_of(key)
+        yield f"### {key}"
+        yield ""
+        yield f"| | {' | '.join(targets)} |"
+        yield f"|---|{'---|' * len(targets)}"
+        for metric in metrics:
+            unit = METRICS[metric].unit if metric in METRICS else ""
+            yield f"| {metric.replace('_', ' ')}, {unit} | {' | '.join(_cell(result, key, name, metric) for name in targets)} |"
+        for row in _cost_rows(result, key, targets):
+            yield f"| {' | '.join(row)} |"
+        yield ""
+
+
+def _notes(result: Result) -> list[str]:
+    notes = [*result.warnings(), *uneven_prompts(result)]
+    notes += [f"{each['target']}, {each['key']}: failed: {each['error'][:200]}" for each in result.failures]
+    return ["## Notes", "", *(f"* {note}" for note in notes)] if notes else []
+
+
+def _cost_rows(result: Result, key: str, targets: Sequence[str]) -> list[tuple[str, ...]]:
+    """What the machine spent: the driver's processor time per second, what else ran, and the server's memory."""
+    names = ("driver's cores", "other processes' cores", "resident, MiB (unshared)")
+    return [(name, *(_cost(result, key, target, name) for target in targets)) for name in names]
+
+
+def _cost(result: Result, key: str, target: str, name: str) -> str:
+    samples = [each for each in result.samples if each["key"] == key and each["target"] == target]
+    if name == "driver's cores":
+        values = [each["driver_cpu_s"] / each["wall_s"] for each in samples if each["wall_s"]]
+    elif name == "other processes' cores":
+        values = [each["other_cores"] for each in samples if each["other_cores"] is not None]
+    else:
+        values = [each["resident_bytes"]["unshared"] / 2**20 for each in samples if each["resident_bytes"]]
+        return f"{max(values):.0f}" if values else "-"
+    return f"{statistics.median(values):.2f}" if values else "-"
+
+
+def _cell(result: Result, key: str, target: str, metric: str) -> str:
+    values = list(result.values(key, target, metric).values())
+    if not values:
+        return "-"
+    median = _figure(statistics.median(values))
+    return median if len(values) == 1 else f"{median} ({_figure(min(values))} to {_figure(max(values))})"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _bound(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "?"
+
+
+def _mark(holds: bool | None) -> str:
+    return {True: "holds", False: "**misses**", None: ""}[holds]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,228 @@
+"""Runs a plan: rounds over interleaved targets, warm-up, servers that live one at a time, and a result that is written after each measurement."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvd.bench.launching import Launched
+from kvd.bench.machine import Watch, resident_bytes
+from kvd.bench.measuring import BenchError, Measured, Server
+from kvd.bench.plan import Point
+from kvd.bench.prompts import seed_of
+from kvd.bench.restart import restart
+from kvd.bench.results import Place, Result
+from kvd.bench.scenarios import SCENARIOS, Setting, measure_sizing, warm_up
+from kvd.bench.trace import replay
+
+_POLL_S = 0.1
+
+
+@dataclass(slots=True)
+class Target:
+    """A server that is measured: how it is spoken to and, where the benchmark starts it, its process."""
+
+    name: str
+    server: Server
+    url: str
+    launched: Launched | None = None
+    pid: int | None = None
+    is_warm: bool = False
+
+    async def server_pid(self) -> int | None:
+        """Whose processor time and memory are counted."""
+        if self.launched is not None:
+            return self.launched.pid
+        return self.pid if self.pid is not None else await self.server.pid()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A point of a plan: which targets it is measured on (None: all), how often in a row, and of how many rounds it takes part (None: all)."""
+
+    point: Point
+    targets: frozenset[str] | None = None
+    repeats: int = 1
+    rounds: int | None = None
+
+    def has(self, target: str, round_: int) -> bool:
+        return (self.targets is None or target in self.targets) and (self.rounds is None or round_ < self.rounds)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the runner says as it goes: ``said`` gets a line, ``advanced`` the number of measurements that are over."""
+
+    said: Callable[[str], None] = lambda _: None
+    advanced: Callable[[int], None] = lambda _: None
+
+
+@dataclass(slots=True)
+class Runner:
+    """Measures a plan.
+
+    Args:
+        entries: the plan.
+        targets: at least one; the first is what ratios are against.
+        rounds: how often all targets are visited, in turns of order.
+        result: new, or of a run that was cut short: what it has is not measured again.
+        out: where the result is written after each measurement.
+        wait_s: how long a server that the benchmark does not start is waited for.
+        keeps_going: a measurement that fails is noted and the plan goes on; else it raises.
+    """
+
+    entries: Sequence[Entry]
+    targets: Sequence[Target]
+    rounds: int
+    result: Result
+    out: Path | None = None
+    warmup_requests: int = 3
+    settle_s: float = 3.0
+    keeps_going: bool = False
+    wait_s: float = 0.0
+    progress: Progress = field(default_factory=Progress)
+
+    def total(self) -> int:
+        """Measurements that are still to be made."""
+        return sum(1 for _ in self._wanted())
+
+    async def run(self) -> Result:
+        """Everything in order.
+
+        Raises:
+            BenchError: a target is gone or refuses, and the runner does not keep going.
+        """
+        try:
+            for target, places in self._visits():
+                await self._visit(target, places)
+        finally:
+            for target in self.targets:
+                if target.launched is not None:
+                    target.launched.kill()
+                await target.server.aclose()
+        return self.result
+
+    # --------------------------------------------------------------------------------------------------------- order
+
+    def _wanted(self) -> Iterator[tuple[Target, Entry, Place]]:
+        done = self.result.places()
+        for round_ in range(self.rounds):
+            for target in self._order(round_):
+                for entry in self.entries:
+                    for repeat in range(entry.repeats):
+                        place = Place(entry.point.key, target.name, round_, repeat)
+                        if entry.has(target.name, round_) and place not in done:
+                            yield target, entry, place
+
+    def _order(self, round_: int) -> list[Target]:
+        """Each target is as often early as late."""
+        return [*self.targets] if round_ % 2 == 0 else [*reversed(self.targets)]
+
+    def _visits(self) -> list[tuple[Target, list[tuple[Entry, Place]]]]:
+        """Where servers are started one at a time, all of a target's points in a row; else the targets change after each measurement."""
+        wanted = list(self._wanted())
+        if all(target.launched is None for target in self.targets):
+            rank = {entry.point.key: number for number, entry in enumerate(self.entries)}
+            wanted.sort(key=lambda each: (each[2].round, rank[each[2].key], each[2].repeat))
+            return [(target, [(entry, place)]) for target, entry, place in wanted]
+        visits: dict[tuple[int, str], tuple[Target, list[tuple[Entry, Place]]]] = {}
+        for target, entry, place in wanted:
+            visits.setdefault((place.round, target.name), (target, []))[1].append((entry, place))
+        return list(visits.values())
+
+    # ----------------------------------------------------------------------------------------------------- measuring
+
+    async def _visit(self, target: Target, places: Sequence[tuple[Entry, Place]]) -> None:
+        try:
+            for entry, place in places:
+                try:
+                    await self._prepare(target)
+                    await self._measure(target, entry.point, place)
+                except BenchError as error:
+                    if not self.keeps_going:
+                        raise
+                    self._fail(target, place, error)
+                self.progress.advanced(1)
+        finally:
+            if target.launched is not None:
+                target.launched.kill()
+
+    async def _prepare(self, target: Target) -> None:
+        """A server that answers, is warm, and whose sentences are counted."""
+        launched = target.launched
+        if launched is not None and launched.pid is None:
+            self.progress.said(f"{target.name}: starting")
+            ready_s = await launched.start(target.server)
+            self.result.facts.setdefault("starts", []).append({"target": target.name, "ready_s": round(ready_s, 3)})
+            target.is_warm = False
+        elif launched is None:
+            await self._await_ready(target)
+        if not target.is_warm:
+            if target.name not in self.result.targets:
+                self.result.targets[target.name] = {"url": target.url, "version": await target.server.version()}
+            await warm_up(target.server, self.warmup_requests)
+            target.is_warm = True
+        if self.result.sizing is None:
+            self.result.sizing = await measure_sizing(target.server)
+
+    async def _await_ready(self, target: Target) -> None:
+        until_s = time.monotonic() + self.wait_s
+        while not await target.server.is_ready():
+            if time.monotonic() >= until_s:
+                raise BenchError(f"{target.name}: no server that is ready at {target.url}", kind="unavailable")
+            await asyncio.sleep(_POLL_S)
+
+    async def _measure(self, target: Target, point: Point, place: Place) -> None:
+        self.progress.said(f"{target.name}: {point.key}, round {place.round + 1}")
+        assert self.result.sizing is not None
+        setting = Setting(point, seed_of(self.result.seed, place.key, place.round, place.repeat), self.result.sizing)
+        pid = await target.server_pid()
+        with Watch(None if point.scenario == "restart" else pid) as watch:
+            measured = await self._run(target, setting)
+        pid = await target.server_pid()
+        self.result.samples.append(
+            {
+                "key": place.key,
+                "point": point.as_dict(),
+                "target": target.name,
+                "round": place.round,
+                "repeat": place.repeat,
+                "at_unix_s": round(time.time(), 1),
+                "metrics": {name: float(f"{value:.6g}") for name, value in measured.metrics.items()},
+                **watch.found,
+                "resident_bytes": resident_bytes(pid) if pid is not None else None,
+                "load": round(os.getloadavg()[0], 2),
+                "requests": [each.as_dict() for each in measured.answers],
+                "warnings": measured.warnings,
+            }
+        )
+        self._save()
+
+    async def _run(self, target: Target, setting: Setting) -> Measured:
+        match setting.point.scenario:
+            case "restart":
+                if target.launched is None:
+                    raise BenchError(
+                        f"{target.name}: the scenario restart kills the server, and needs --server-command for it", kind="usage"
+                    )
+                return await restart(target.server, setting, target.launched, settle_s=self.settle_s)
+            case "trace":
+                return await replay(target.server, setting)
+            case scenario:
+                return await SCENARIOS[scenario](target.server, setting)
+
+    def _fail(self, target: Target, place: Place, error: BenchError) -> None:
+        """Note it, and give the next measurement a server that knows nothing of it."""
+        self.progress.said(f"{target.name}: {place.key} failed: {error}")
+        self.result.failures.append({"key": place.key, "target": target.name, "round": place.round, "error": str(error)})
+        if target.launched is not None:
+            target.launched.kill()
+        self._save()
+
+    def _save(self) -> None:
+        if self.out is not None:
+            self.result.write(self.out)

@@ -1,0 +1,227 @@
+"""The scenarios: how each asks, and what its figures are. Every prompt is drawn by the place of its measurement in the plan, so all targets get the same."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from kvd.bench import prompts
+from kvd.bench.measuring import Answer, Ask, BenchError, Measured, Server
+from kvd.bench.plan import Point
+from kvd.bench.prompts import Sizing
+from kvd.bench.ratios import percentile
+
+_LONG_OUTPUT_TOKENS = 16
+_QUESTION_SENTENCES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where a measurement stands: the point, a seed that no other measurement of the plan has, and how long sentences are."""
+
+    point: Point
+    seed: str
+    sizing: Sizing
+
+    def system(self, name: str | int = 0) -> str:
+        """A system prompt of the point's length that only this measurement has."""
+        return prompts.rules(f"{self.seed}/{name}", self.sizing.sentences(self.point.prompt_tokens))
+
+
+async def together(server: Server, asks: Sequence[Ask], width: int) -> tuple[list[Answer], float]:
+    """All requests in order, ``width`` at a time; the answers, and the seconds from the first request to the last answer."""
+    gate = asyncio.Semaphore(width)
+
+    async def one(ask: Ask) -> Answer:
+        async with gate:
+            return await server.ask(ask)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(ask)) for ask in asks]
+    except* BenchError as errors:
+        raise errors.exceptions[0] from None
+    answers = [task.result() for task in tasks]
+    return answers, max(each.ended_s for each in answers) - min(each.asked_s for each in answers)
+
+
+async def prefill(server: Server, setting: Setting) -> Measured:
+    """Prompt tokens over the time until the last first token."""
+    point = setting.point
+    asks = [Ask(prompts.chat(setting.system(number), prompts.question(f"{setting.seed}/{number}")), 1) for number in range(point.requests)]
+    if point.concurrency == 1:  # one after another: the rates of single prompts, of which the median is a figure
+        answers = [await server.ask(ask) for ask in asks]
+        rate = statistics.median(each.prompt_tokens / (each.ended_s - each.asked_s) for each in answers)
+    else:
+        answers, wall_s = await together(server, asks, point.concurrency)
+        rate = sum(each.prompt_tokens for each in answers) / wall_s
+    return Measured({"prefill_tokens_per_s": rate, "ttft_s": _median(each.ttft_s for each in answers)}, answers, _warm_warnings(answers))
+
+
+async def decode(server: Server, setting: Setting) -> Measured:
+    """Tokens a second in the time after the last stream's first and before the first stream's last token."""
+    point = setting.point
+    asks = [Ask(prompts.alone(prompts.story(f"{setting.seed}/{number}")), point.output_tokens) for number in range(point.requests)]
+    answers, _ = await together(server, asks, point.concurrency)
+    begin_s, end_s = max(each.arrivals[0] for each in answers), min(each.arrivals[-1] for each in answers)
+    if end_s <= begin_s:
+        raise BenchError("no moment in which all streams ran: the answers are too short, or the target serves fewer requests at once")
+    rate = sum(each.tokens_within(begin_s, end_s) for each in answers) / (end_s - begin_s)
+    return Measured({"decode_tokens_per_s": rate, **_gaps(answers)}, answers, _length_warnings(answers, point))
+
+
+async def shared_prefix(server: Server, setting: Setting) -> Measured:
+    """Output tokens over the whole time of requests that share a system prompt."""
+    point, system = setting.point, setting.system()
+    if point.primed:
+        await server.ask(Ask(prompts.chat(system, prompts.question(f"{setting.seed}/primer", 1)), 2))
+    asks = [
+        Ask(prompts.chat(system, prompts.question(f"{setting.seed}/{number}", _QUESTION_SENTENCES)), point.output_tokens, point.n)
+        for number in range(point.requests)
+    ]
+    answers, wall_s = await together(server, asks, point.concurrency)
+    return Measured(
+        {
+            "output_tokens_per_s": sum(each.completion_tokens for each in answers) / wall_s,
+            **_ttfts(answers),
+            **_gaps(answers),
+            **_hit_rate(answers),
+        },
+        answers,
+        _length_warnings(answers, point),
+    )
+
+
+async def prefix_hit(server: Server, setting: Setting) -> Measured:
+    """TTFT of a system prompt's first question, and the median of later ones."""
+    point, system = setting.point, setting.system()
+    answers = [
+        await server.ask(Ask(prompts.chat(system, prompts.question(f"{setting.seed}/{number}", 1)), point.output_tokens))
+        for number in range(point.requests)
+    ]
+    metrics = {"cold_ttft_s": answers[0].ttft_s, "hit_ttft_s": _median(each.ttft_s for each in answers[1:])}
+    return Measured(metrics | _hit_rate(answers[1:]), answers, _warm_warnings(answers[:1]))
+
+
+async def mixed(server: Server, setting: Setting) -> Measured:
+    """Chats with a story each, and a long prompt after every third: what the long ones cost the others."""
+    point = setting.point
+    is_long = [number % 4 == 3 for number in range(point.requests)]
+    asks = [
+        Ask(prompts.chat(setting.system(number), prompts.question(f"{setting.seed}/{number}")), _LONG_OUTPUT_TOKENS)
+        if long
+        else Ask(prompts.alone(prompts.story(f"{setting.seed}/{number}")), point.output_tokens)
+        for number, long in enumerate(is_long)
+    ]
+    answers, wall_s = await together(server, asks, point.concurrency)
+    short = [each for each, long in zip(answers, is_long, strict=True) if not long]
+    long_ttft = {"long_ttft_s": _median(each.ttft_s for each, long in zip(answers, is_long, strict=True) if long)} if any(is_long) else {}
+    return Measured(
+        {
+            "output_tokens_per_s": sum(each.completion_tokens for each in answers) / wall_s,
+            **_ttfts(short),
+            **long_ttft,
+            **_gaps(short),
+        },
+        answers,
+    )
+
+
+async def multi_turn(server: Server, setting: Setting) -> Measured:
+    """Conversations with a system prompt of their own; each turn holds the answers that came before."""
+    point = setting.point
+    by_turn: list[list[Answer]] = [[] for _ in range(point.turns)]
+
+    async def user(number: int) -> None:
+        messages = [{"role": "system", "content": setting.system(number)}]
+        for turn in range(point.turns):
+            messages = [*messages, {"role": "user", "content": prompts.question(f"{setting.seed}/{number}/{turn}", 1)}]
+            answer = await server.ask(Ask(messages, point.output_tokens))
+            messages = [*messages, {"role": "assistant", "content": answer.text}]
+            by_turn[turn].append(answer)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in range(point.concurrency):
+                group.create_task(user(number))
+    except* BenchError as errors:
+        raise errors.exceptions[0] from None
+    answers = [each for turn in by_turn for each in turn]
+    wall_s = max(each.ended_s for each in answers) - min(each.asked_s for each in answers)
+    later = [each for turn in by_turn[1:] for each in turn]
+    metrics = {
+        "output_tokens_per_s": sum(each.completion_tokens for each in answers) / wall_s,
+        "cold_ttft_s": _median(each.ttft_s for each in by_turn[0]),
+    }
+    if later:
+        metrics |= {"second_turn_ttft_s": _median(each.ttft_s for each in by_turn[1]), **_hit_rate(later)}
+    return Measured(metrics, answers, _warm_warnings(by_turn[0]))
+
+
+Scenario = Callable[[Server, Setting], Awaitable[Measured]]
+
+SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
+    {
+        "prefill": prefill,
+        "decode": decode,
+        "shared-prefix": shared_prefix,
+        "prefix-hit": prefix_hit,
+        "mixed": mixed,
+        "multi-turn": multi_turn,
+    }
+)
+"""Those that only ask; ``restart`` and ``trace`` are run by modules of their own."""
+
+
+async def warm_up(server: Server, num_requests: int) -> None:
+    """So that nothing is done for the first time while it is measured."""
+    for number in range(num_requests):
+        await server.ask(Ask(prompts.alone(prompts.story(f"warm-up {number}")), 16))
+
+
+async def measure_sizing(server: Server) -> Sizing:
+    """Ask for the tokens of a prompt with few and one with many sentences, and draw the line between them."""
+    few, many = 2, 66
+    counts = []
+    for number in (few, many):
+        answer = await server.ask(Ask(prompts.chat(prompts.rules(f"sizing {number}", number), prompts.question("sizing")), 1))
+        counts.append(answer.prompt_tokens)
+    slope = (counts[1] - counts[0]) / (many - few)
+    if slope <= 0:
+        raise BenchError(f"the target counts {counts[1]} tokens for a prompt of {many} sentences and {counts[0]} for one of {few}")
+    return Sizing(counts[0] - few * slope, slope)
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(list(values))
+
+
+def _ttfts(answers: Sequence[Answer]) -> dict[str, float]:
+    times = [each.ttft_s for each in answers]
+    return {"ttft_s": statistics.median(times), "ttft_p99_s": percentile(times, 99)}
+
+
+def _gaps(answers: Sequence[Answer]) -> dict[str, float]:
+    gaps = [gap for each in answers for gap in each.gaps_s]
+    return {"gap_p50_s": statistics.median(gaps), "gap_p99_s": percentile(gaps, 99)} if gaps else {}
+
+
+def _hit_rate(answers: Sequence[Answer]) -> dict[str, float]:
+    """Cached over all prompt tokens; nothing where the target doesn't tell."""
+    known = [each for each in answers if each.cached_tokens is not None]
+    asked = sum(each.prompt_tokens for each in known)
+    return {"hit_rate": sum(each.cached_tokens or 0 for each in known) / asked} if asked else {}
+
+
+def _warm_warnings(answers: Sequence[Answer]) -> list[str]:
+    """A prompt that was meant to be new and was not: of 64 tokens the template may account."""
+    worst = max((each.cached_tokens or 0 for each in answers), default=0)
+    return [f"{worst} tokens of a prompt that should be new were cached: give another --seed"] if worst > 64 else []
+
+
+def _length_warnings(answers: Sequence[Answer], point: Point) -> list[str]:
+    short = sum(each.completion_tokens < point.output_tokens * point.n for each in answers)
+    return [f"{short} of {len(answers)} answers were shorter than asked: the target ignores ignore_eos"] if short else []

@@ -1,0 +1,257 @@
+"""``kvd bench run``: measure a daemon, or any OpenAI-compatible server, or several of them in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvd.cli.connect import Connection, connection_options, json_option
+from kvd.cli.exits import CommandError, Exit
+from kvd.cli.output import print_json
+
+if TYPE_CHECKING:
+    from kvd.bench.measuring import Server
+    from kvd.bench.results import Result
+    from kvd.bench.running import Runner, Target
+
+_EXITS = {"unavailable": Exit.UNAVAILABLE, "refused": Exit.DATA, "output": Exit.CANNOT_CREATE, "failed": Exit.TEMPORARY}
+_READY_TIMEOUT_S = 600.0
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_SCENARIOS = ("prefill", "decode", "shared-prefix", "prefix-hit", "mixed", "multi-turn", "restart", "trace")
+
+
+@contextmanager
+def bench_errors() -> Iterator[None]:
+    """Turn what a benchmark could not do into one line and an exit code."""
+    from kvd.bench.measuring import BenchError
+
+    try:
+        yield
+    except BenchError as error:
+        if error.kind == "usage":
+            raise click.UsageError(str(error)) from error
+        raise CommandError(str(error), _EXITS[error.kind]) from error
+
+
+class Numbers(click.ParamType):
+    """Positive whole numbers with commas between them."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        try:
+            found = value if isinstance(value, tuple) else tuple(int(each) for each in value.split(","))
+        except ValueError:
+            found = ()
+        if not found or min(found) < 1:
+            self.fail(f"{value!r} is not a list of positive numbers such as 1,4,16", param, ctx)
+        return found
+
+
+class Named(click.ParamType):
+    """NAME=VALUE."""
+
+    name = "named"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        name, sign, rest = value.partition("=")
+        if not sign or not name or not rest:
+            self.fail(f"{value!r} is not NAME=VALUE", param, ctx)
+        return name, rest
+
+
+@click.group()
+def group() -> None:
+    """Measure kvd, or any OpenAI-compatible server, or several in turns."""
+
+
+@group.command("run")
+@click.argument("scenarios", nargs=-1, required=True, metavar="SCENARIO...", type=click.Choice(_SCENARIOS))
+@click.option("--compare", "compared", multiple=True, type=Named(), metavar="NAME=URL", help="A target, http(s)://… or a kvd endpoint; several are measured in turns, and ratios are against the first. Without it the daemon of --connect.")  # fmt: skip
+@click.option("--server-command", "commands", multiple=True, type=Named(), metavar="NAME=COMMAND", help="Start a target by this command line, measure it, and kill it before the next one starts: two servers never share the processors.")  # fmt: skip
+@click.option("--pid", "pids", multiple=True, type=Named(), metavar="NAME=PID", help="A target's process, for memory and processor time; known without it for --server-command and ipc endpoints.")  # fmt: skip
+@click.option("--model", default="", metavar="NAME", help="The model's name in OpenAI requests. [default: the first that is listed]")
+@click.option("--concurrency", type=Numbers(), default="1,4,8,16", show_default=True, help="Requests under way at once; the sweep.")
+@click.option("--prompt-tokens", type=Numbers(), default="1550", show_default=True, help="Prompt lengths of prefill and mixed.")
+@click.option("--prefix-tokens", type=Numbers(), default="1000", show_default=True, help="System prompt lengths of shared-prefix, prefix-hit, multi-turn and restart.")  # fmt: skip
+@click.option("--output-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Tokens of an answer; decode takes twice as many.")  # fmt: skip
+@click.option("--requests", type=click.IntRange(min=1), default=16, show_default=True, help="Requests of shared-prefix, mixed and trace.")
+@click.option("--turns", type=click.IntRange(min=2), default=4, show_default=True, help="Turns of each conversation of multi-turn.")
+@click.option("--cold", is_flag=True, help="shared-prefix: no earlier request has brought the prefix into the cache.")
+@click.option("--trace", "trace_file", type=_FILE, metavar="FILE", help="JSONL in the Mooncake format, gzipped or not.")
+@click.option("--time-scale", type=click.FloatRange(min=0), default=1.0, show_default=True, help="trace: what its times are multiplied by.")
+@click.option("--length-scale", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, help="trace: what its lengths are multiplied by.")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Visits of each target, in turns.")
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Measurements of each point within a visit.")
+@click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Requests before the first measurement.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Draws the prompts; another one for a server that knows them already.")
+@click.option("--settle", "settle_s", type=click.FloatRange(min=0), default=3.0, show_default=True, help="restart: seconds before the kill, for what a target writes by itself.")  # fmt: skip
+@click.option(
+    "--out", type=_FILE, metavar="FILE", help="Write the result as JSON after each measurement; a file that is there is gone on with."
+)
+@click.option("--plot", "plot_file", type=_FILE, metavar="FILE", help="Write an SVG of throughput and TTFT over concurrency.")
+@click.option("--timeout", "timeout_s", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True, help="Time of one request.")  # fmt: skip
+@click.option("--wait", "wait_s", metavar="SECONDS", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Wait so long for a target that is not ready yet.")  # fmt: skip
+@click.option("--keep-going", is_flag=True, help="Note a measurement that fails and go on.")
+@json_option
+@connection_options
+def run_command(*, connection: Connection, as_json: bool, plot_file: Path | None, **options: Any) -> int:
+    """Run scenarios and print medians and ratios.
+
+    \b
+    prefill        prompts never seen, one token of output
+    decode         short prompts, long answers; only the time in which all streams run counts
+    shared-prefix  requests with one long system prompt and a question each; --cold: never seen before
+    prefix-hit     one system prompt: its first question, then others one after another
+    mixed          three chats for each long prompt, side by side
+    multi-turn     conversations that grow, several users side by side
+    restart        SIGKILL, a new start, and the first question on a known system prompt (needs --server-command)
+    trace          arrivals, lengths and shared prefixes of a recorded hour (needs --trace)
+    """  # noqa: D301  click's mark
+    with bench_errors(), tempfile.TemporaryDirectory(prefix="kvd-bench-") as logs:
+        result = asyncio.run(_run(connection, Path(logs), options))
+        _show(result, as_json=as_json)
+        if plot_file is not None:
+            write_plot(result, plot_file)
+    return Exit.OK
+
+
+async def _run(connection: Connection, logs: Path, options: Mapping[str, Any]) -> Result:
+    """Within a loop from the start: the clients belong to it."""
+    from kvd.bench.plan import expand
+    from kvd.bench.running import Entry, Runner
+
+    names = ("concurrency", "prompt_tokens", "prefix_tokens", "output_tokens", "requests", "turns", "cold", "time_scale", "length_scale")
+    trace = str(options["trace_file"] or "")
+    points = expand(options["scenarios"], trace=trace, **{name: options[name] for name in names})
+    out: Path | None = options["out"]
+    result = begun_result(out, options["seed"])
+    targets = make_targets(connection, logs, options)
+    runner = Runner(
+        [Entry(point, repeats=options["repeats"]) for point in points],
+        targets,
+        options["rounds"],
+        result,
+        out=out,
+        warmup_requests=options["warmup"],
+        settle_s=options["settle_s"],
+        keeps_going=options["keep_going"],
+        wait_s=options["wait_s"],
+    )
+    return await with_progress(runner)
+
+
+def begun_result(out: Path | None, seed: int) -> Result:
+    """A new result, or that of a file which is gone on with."""
+    from kvd.bench.results import Result, read_result
+
+    return read_result(out) if out is not None and out.exists() else Result.begun(seed)
+
+
+def make_targets(connection: Connection, logs: Path, options: Mapping[str, Any]) -> list[Target]:
+    """The targets of a command line, the first one the baseline."""
+    from kvd.bench.launching import Launched
+    from kvd.bench.running import Target
+
+    urls = dict(options["compared"]) or {"kvd": connection.endpoint or ""}
+    commands, pids = dict(options["commands"]), dict(options["pids"])
+    if unknown := (commands.keys() | pids.keys()) - urls.keys():
+        raise click.UsageError(f"no target is named {min(unknown)}: --compare {min(unknown)}=URL says where it answers")
+    if not all(pid.isdigit() for pid in pids.values()):
+        raise click.UsageError("--pid takes NAME=PID, a number")
+    targets = []
+    for name, url in urls.items():
+        server = server_at(url, connection, options["model"], options["timeout_s"])
+        launched = None
+        if name in commands:
+            launched = Launched(name, commands[name], logs / f"{len(targets)}.log", ready_timeout_s=_READY_TIMEOUT_S)
+        targets.append(Target(name, server, url or "the default endpoint", launched, int(pids[name]) if name in pids else None))
+    return targets
+
+
+def server_at(url: str, connection: Connection, model: str, timeout_s: float) -> Server:
+    """A client for an address: HTTP, or kvd's own protocol."""
+    from kvd.bench.kvd_server import KvdServer
+    from kvd.bench.openai_server import OpenAiServer
+
+    if url.startswith(("http://", "https://")):
+        return OpenAiServer(url, model=model, timeout_s=timeout_s, api_key=os.environ.get("OPENAI_API_KEY", ""))
+    keys: dict[str, Any] = (
+        {} if url.startswith("ipc://") else {"server_key": connection.server_key, "client_key_file": connection.client_key_file}
+    )
+    return KvdServer(url or None, timeout_s=timeout_s, **keys)
+
+
+async def with_progress(runner: Runner) -> Result:
+    """Run with a bar on a terminal, else with a line on standard error for each measurement."""
+    from kvd.bench.running import Progress
+
+    if not click.get_text_stream("stderr").isatty():
+        runner.progress = Progress(said=lambda line: click.echo(line, err=True))
+        return await runner.run()
+    doing = [""]
+    with click.progressbar(
+        length=runner.total(),
+        label="kvd bench",
+        item_show_func=lambda _: doing[0][:60],
+        show_pos=True,
+        file=click.get_text_stream("stderr"),
+    ) as bar:
+
+        def said(line: str) -> None:
+            doing[0] = line
+            bar.update(0, line)
+
+        runner.progress = Progress(said=said, advanced=lambda number: bar.update(number, doing[0]))
+        return await runner.run()
+
+
+def _show(result: Result, *, as_json: bool) -> None:
+    from kvd.bench.report import comparison_dicts, text_tables
+
+    if as_json:
+        print_json({**result.as_dict(), "ratios": comparison_dicts(result)})
+    else:
+        click.echo(text_tables(result))
+
+
+def write_plot(result: Result, path: Path) -> None:
+    """The SVG of a result."""
+    from kvd.bench.plot import plot
+
+    try:
+        path.write_text(plot(result), encoding="utf-8")
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    except OSError as error:
+        raise CommandError(f"the plot can't be written: {error}", Exit.CANNOT_CREATE) from error
+
+
+def read_results(files: Sequence[Path]) -> Result:
+    """Result files of one machine as one result."""
+    from kvd.bench.results import merged, read_result
+
+    return merged([read_result(file) for file in files])
+
+
+@group.command("report")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=_FILE)
+@click.option("--plot", "plot_file", type=_FILE, metavar="FILE", help="Write an SVG of throughput and TTFT over concurrency.")
+@json_option
+def report_command(*, files: tuple[Path, ...], plot_file: Path | None, as_json: bool) -> int:
+    """Print the tables of results that `kvd bench run --out` wrote, of several as one."""
+    with bench_errors():
+        result = read_results(files)
+        _show(result, as_json=as_json)
+        if plot_file is not None:
+            write_plot(result, plot_file)
+    return Exit.OK
