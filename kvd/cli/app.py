@@ -31,6 +31,7 @@ class Entry:
 COMMANDS: Mapping[str, Entry] = MappingProxyType(
     {
         "serve": Entry("kvd.cli.serve:command", "Run the daemon."),
+        "gateway": Entry("kvd.cli.gateway:command", "Serve the OpenAI API over HTTP in front of a daemon."),
         "demo": Entry("kvd.cli.demo:command", "Kill a daemon and watch it come back warm."),
         "pull": Entry("kvd.cli.pull:command", "Fetch a model."),
         "generate": Entry("kvd.cli.generate:command", "Complete a text."),
@@ -46,6 +47,7 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "checkpoint": Entry("kvd.cli.control:checkpoint_command", "Write every hot block to disk now."),
         "drain": Entry("kvd.cli.control:drain_command", "Stop the daemon gracefully."),
         "store": Entry("kvd.cli.store_keys:group", "Check, measure, dump, export, import or encrypt a state directory."),
+        "bench": Entry("kvd.cli.bench:group", "Measure a daemon, or any OpenAI-compatible server, or several in turns."),
         "doctor": Entry("kvd.cli.doctor:command", "Look at this machine with kvd's eyes."),
         "version": Entry("kvd.cli.version:command", "Show the version."),
     }

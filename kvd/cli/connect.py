@@ -27,6 +27,15 @@ READY = "ready"
 
 
 @dataclass(frozen=True, slots=True)
+class Connection:
+    """Where a daemon is and what its endpoint demands; ``endpoint`` None: where clients look by default."""
+
+    endpoint: str | None
+    server_key: str | None
+    client_key_file: Path | None
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """The daemon that a command talks to."""
 
@@ -99,8 +108,8 @@ def _with_advice(error: ConnectionLost, endpoint: str) -> str:
     return f"{message}; `kvd serve` starts one" if message.startswith("no daemon answers") else message
 
 
-def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--connect`` and its companions; the command gets them as ``target``."""
+def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--connect`` and the CURVE keys; the command gets them as ``connection``."""
 
     @click.option(
         "--connect",
@@ -108,17 +117,6 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         envvar="KVD_CONNECT",
         help="The daemon's endpoint, ipc://PATH or tcp://HOST:PORT; $KVD_CONNECT otherwise, then the user's daemon, then the machine's.",
     )
-    @click.option(
-        "--timeout",
-        "timeout_s",
-        metavar="SECONDS",
-        type=click.FloatRange(min=0, min_open=True),
-        envvar="KVD_TIMEOUT",
-        default=600.0,
-        show_default=True,
-        help="Time for the whole command; $KVD_TIMEOUT.",
-    )
-    @click.option("--wait", is_flag=True, help="Wait, at most --timeout, for a daemon that is not there yet or not ready.")
     @click.option(
         "--server-key",
         metavar="KEY",
@@ -133,13 +131,34 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Own secret CURVE key; $KVD_CLIENT_KEY_FILE.",
     )
     @functools.wraps(command)
-    def wrapped(
-        *, connect: str | None, timeout_s: float, wait: bool, server_key: str | None, client_key_file: Path | None, **rest: Any
-    ) -> Any:
+    def wrapped(*, connect: str | None, server_key: str | None, client_key_file: Path | None, **rest: Any) -> Any:
         if _is_ipc(connect):
             _refuse_typed_keys(connect)
             server_key = client_key_file = None
-        return command(target=Target(connect, timeout_s, wait, server_key, client_key_file), **rest)
+        return command(connection=Connection(connect, server_key, client_key_file), **rest)
+
+    return wrapped
+
+
+def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--connect`` and its companions; the command gets them as ``target``."""
+
+    @connection_options
+    @click.option(
+        "--timeout",
+        "timeout_s",
+        metavar="SECONDS",
+        type=click.FloatRange(min=0, min_open=True),
+        envvar="KVD_TIMEOUT",
+        default=600.0,
+        show_default=True,
+        help="Time for the whole command; $KVD_TIMEOUT.",
+    )
+    @click.option("--wait", is_flag=True, help="Wait, at most --timeout, for a daemon that is not there yet or not ready.")
+    @functools.wraps(command)
+    def wrapped(*, connection: Connection, timeout_s: float, wait: bool, **rest: Any) -> Any:
+        target = Target(connection.endpoint, timeout_s, wait, connection.server_key, connection.client_key_file)
+        return command(target=target, **rest)
 
     return wrapped
 

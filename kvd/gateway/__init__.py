@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP API: a process of its own that speaks the kvd protocol to a daemon. It owns HTTP and the API's forms; it decides nothing about scheduling, caching or text, and imports no room of the engine."""

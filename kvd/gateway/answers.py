@@ -1,0 +1,233 @@
+"""The forms of answers: whole ones as plain data, pieces of streams as bytes.
+
+A stream's piece is put together from bytes that were made once for the request: what a token costs here is paid by every token of every stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from kvd_client.protocol.messages import TokenLogprob
+from kvd_client.results import Choice, Chunk, Completion
+
+from kvd.gateway.token_texts import TokenTexts, chat_text, completion_text
+
+_LEAST_LOGPROB = -9999.0
+"""JSON has no infinity."""
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What every answer and every piece of a stream begins with."""
+
+    id: str
+    model: str
+    fingerprint: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": self.fingerprint}
+
+
+def usage(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Tokens of all prompts together. ``cached_tokens`` were found in the prefix cache."""
+    prompt = sum(each.usage.prompt_tokens for each in completions)
+    completion = sum(each.usage.completion_tokens for each in completions)
+    cached = sum(each.usage.cached_tokens for each in completions)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def extension(completions: Sequence[Completion]) -> list[dict[str, Any]]:
+    """What kvd says besides, of each prompt: where cached tokens came from, times within the daemon, the seed."""
+    return [
+        {
+            "restored_tokens": each.usage.restored_tokens,
+            "recomputed_tokens": each.usage.recomputed_tokens,
+            "queue_ms": each.timings.queue_ms,
+            "ttft_ms": each.timings.ttft_ms,
+            "total_ms": each.timings.total_ms,
+            "seed": each.seed,
+        }
+        for each in completions
+    ]
+
+
+class ChatForm:
+    """``/v1/chat/completions``."""
+
+    id_prefix = "chatcmpl-"
+    piece_kind = "chat.completion.chunk"
+
+    def __init__(self, texts: TokenTexts, *, logprobs: bool) -> None:
+        self._texts = texts
+        self._logprobs = logprobs
+
+    def whole(self, head: Head, completions: Sequence[Completion]) -> bytes:
+        """The answer to a request that is no stream."""
+        choices = [self._choice(choice) for completion in completions for choice in completion.choices]
+        return _whole(head.fields("chat.completion"), choices, completions)
+
+    def first_piece(self) -> bytes:
+        """What a choice's stream begins with, between its index and its end."""
+        return b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+
+    def piece(self, choice: int, text: str, logprobs: Sequence[TokenLogprob], finish_reason: str | None) -> bytes:  # noqa: ARG002  the other form counts by choice
+        """A choice's further text, between its index and its end."""
+        delta = b'{"content":' + _encode(text) + b"}" if text else b"{}"
+        entries = _encode(self._entries(logprobs)) if self._logprobs and logprobs else b"null"
+        return b',"delta":' + delta + b',"logprobs":' + entries + b',"finish_reason":' + _reason(finish_reason) + b"}]"
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text},
+            "logprobs": self._entries(choice.logprobs) if self._logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _entries(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+        return {
+            "content": [
+                {
+                    **self._token(each.token_id, each.logprob),
+                    "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in each.top],
+                }
+                for each in logprobs
+            ]
+        }
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._texts.bytes_of(token_id)
+        return {"token": chat_text(data), "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(data)}
+
+
+class CompletionForm:
+    """``/v1/completions``."""
+
+    id_prefix = "cmpl-"
+    piece_kind = "text_completion"
+
+    def __init__(self, texts: TokenTexts, *, logprobs: bool, num_choices: int) -> None:
+        """``num_choices``: of each prompt; the choices of several prompts are numbered on."""
+        self._texts = texts
+        self._logprobs = logprobs
+        self._num_choices = num_choices
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, head: Head, completions: Sequence[Completion]) -> bytes:
+        """The answer to a request that is no stream."""
+        choices = [
+            {
+                "index": prompt * self._num_choices + choice.index,
+                "text": choice.text,
+                "logprobs": self._entries(prompt * self._num_choices + choice.index, choice.logprobs) if self._logprobs else None,
+                "finish_reason": choice.finish_reason,
+            }
+            for prompt, completion in enumerate(completions)
+            for choice in completion.choices
+        ]
+        return _whole(head.fields("text_completion"), choices, completions)
+
+    def first_piece(self) -> bytes:
+        """A completion's stream begins with its text."""
+        return b""
+
+    def piece(self, choice: int, text: str, logprobs: Sequence[TokenLogprob], finish_reason: str | None) -> bytes:
+        """A choice's further text, between its index and its end."""
+        entries = _encode(self._entries(choice, logprobs)) if self._logprobs and logprobs else b"null"
+        return b',"text":' + _encode(text) + b',"logprobs":' + entries + b',"finish_reason":' + _reason(finish_reason) + b"}]"
+
+    def _entries(self, choice: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        tokens = [completion_text(self._texts.bytes_of(each.token_id)) for each in logprobs]
+        offset = self._offsets.get(choice, 0)
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[choice] = offset
+        return {
+            "tokens": tokens,
+            "token_logprobs": [max(each.logprob, _LEAST_LOGPROB) for each in logprobs],
+            "top_logprobs": [self._top(each, token) for each, token in zip(logprobs, tokens, strict=True)],
+            "text_offset": offsets,
+        }
+
+    def _top(self, each: TokenLogprob, token: str) -> dict[str, float]:
+        """By text, the likelier of two that are spelt alike; the sampled token is always among them."""
+        top: dict[str, float] = {}
+        for token_id, logprob in each.top:
+            top.setdefault(completion_text(self._texts.bytes_of(token_id)), max(logprob, _LEAST_LOGPROB))
+        top.setdefault(token, max(each.logprob, _LEAST_LOGPROB))
+        return top
+
+
+Form = ChatForm | CompletionForm
+
+
+class Pieces:
+    """The pieces of one request's stream, ready to be sent."""
+
+    def __init__(self, form: Form, head: Head, *, with_usage: bool) -> None:
+        self._form = form
+        encoded = _encode(head.fields(form.piece_kind))
+        self._start = b"data: " + encoded[:-1] + b',"choices":['
+        self._end = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+        self._with_usage = with_usage
+        self._begun: dict[int, bytes] = {}
+        """By choice that has begun: what its pieces start with."""
+
+    def of(self, chunks: Sequence[Chunk], first_choice: int = 0) -> bytes:
+        """What has come of one prompt's choices as one piece each; ``first_choice`` is the number of the prompt's first."""
+        if len(chunks) == 1:
+            (chunk,) = chunks
+            return self._piece(first_choice + chunk.choice, chunk.text, chunk.logprobs, chunk.finish_reason)
+        by_choice: dict[int, list[Chunk]] = {}
+        for chunk in chunks:
+            by_choice.setdefault(chunk.choice, []).append(chunk)
+        return b"".join(
+            self._piece(
+                first_choice + choice,
+                "".join([chunk.text for chunk in own]),
+                [each for chunk in own for each in chunk.logprobs],
+                own[-1].finish_reason,
+            )
+            for choice, own in by_choice.items()
+        )
+
+    def end(self, completions: Sequence[Completion]) -> bytes:
+        """After all choices: the usage if it was asked for, and the end of the stream."""
+        if not self._with_usage:
+            return DONE
+        facts = _encode({"usage": usage(completions), "kvd": extension(completions)})
+        return self._start + b"]," + facts[1:] + b"\n\n" + DONE
+
+    def _piece(self, choice: int, text: str, logprobs: Sequence[TokenLogprob], finish_reason: str | None) -> bytes:
+        start = self._begun.get(choice)
+        first = b""
+        if start is None:
+            start = self._begun[choice] = self._start + b'{"index":%d' % choice
+            if opening := self._form.first_piece():
+                first = start + opening + self._end
+        if not text and not logprobs and finish_reason is None:
+            return first  # an unfinished character, or what may become a stop string
+        return first + start + self._form.piece(choice, text, logprobs, finish_reason) + self._end
+
+
+def _whole(fields: dict[str, Any], choices: list[dict[str, Any]], completions: Sequence[Completion]) -> bytes:
+    return _encode({**fields, "choices": choices, "usage": usage(completions), "kvd": extension(completions)})
+
+
+def _reason(finish_reason: str | None) -> bytes:
+    return b"null" if finish_reason is None else b'"' + finish_reason.encode() + b'"'

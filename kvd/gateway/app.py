@@ -1,0 +1,370 @@
+"""The HTTP application: routes, authentication, limits, and a request's life from its body to its last byte.
+
+Each request is answered by two tasks at most: the answer's own and, for several prompts, one for each; beside them a watch for the client's
+end of the connection, which aborts what runs in the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+from kvd_client.aio import AsyncClient, AsyncStream
+from kvd_client.errors import KvdError
+from kvd_client.protocol.messages import HelloReply
+from kvd_client.requests import GenerateOptions
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvd.gateway.answers import DONE, ChatForm, CompletionForm, Form, Head, Pieces
+from kvd.gateway.errors import ApiError, api_error
+from kvd.gateway.fields import (
+    ChatFields,
+    CompletionFields,
+    Fields,
+    chat_messages,
+    chat_options,
+    completion_options,
+    completion_prompts,
+    read_fields,
+)
+from kvd.gateway.token_texts import TokenTexts
+
+READY = "ready"
+_JSON = "application/json"
+_BODY_TIMEOUT_S = 30.0
+_HEALTH_TIMEOUT_S = 2.0
+_RETRY_S = 1.0
+_OK = msgspec.json.encode({"status": "ok"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of the HTTP side; the daemon has its own behind them."""
+
+    max_requests: int
+    max_body_bytes: int
+
+
+class Gateway:
+    """Answers HTTP requests with one connection to a daemon.
+
+    Args:
+        client: the daemon. It should not wait until a daemon is ready: an HTTP client is told to try again.
+        served_names: names that requests may ask for; empty: the daemon's own name for its model.
+        api_keys: those that are accepted as ``Authorization: Bearer``; empty: no authentication.
+        limits: see there.
+    """
+
+    def __init__(self, client: AsyncClient, *, served_names: Sequence[str], api_keys: Sequence[str], limits: Limits) -> None:
+        self._client = client
+        self._served_names = tuple(served_names)
+        self._api_keys = tuple(key.encode() for key in api_keys)
+        self._limits = limits
+        self._texts = TokenTexts(client)
+        self._hello: HelloReply | None = None
+        self._num_requests = 0
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route("/health", self._health, methods=["GET"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/v1/chat/completions", _Endpoint(self, self._chat), methods=["POST"]),
+            Route("/v1/completions", _Endpoint(self, self._complete), methods=["POST"]),
+        ]
+        handlers: dict[Any, Any] = {ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_fault}
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    # ------------------------------------------------------------------------------------------------------- reports
+
+    async def _health(self, _request: Request) -> Response:
+        """200 when a request would be served."""
+        try:
+            ping = await self._client.ping(timeout_s=_HEALTH_TIMEOUT_S)
+        except KvdError as error:
+            raise api_error(error) from error
+        if ping.state != READY:
+            raise ApiError(503, f"the daemon is {ping.state}", kind="server_error", code=ping.state, retry_after_s=_RETRY_S)
+        return Response(_OK, media_type=_JSON)
+
+    async def _models(self, request: Request) -> Response:
+        self._authenticate(request.scope)
+        hello = await self._greeting(fresh=True)
+        models = [self._model_facts(name, hello) for name in self._names(hello)]
+        return Response(msgspec.json.encode({"object": "list", "data": models}), media_type=_JSON)
+
+    async def _model(self, request: Request) -> Response:
+        self._authenticate(request.scope)
+        name = request.path_params["name"]
+        await self._require_model(name)
+        assert self._hello is not None
+        return Response(msgspec.json.encode(self._model_facts(name, self._hello)), media_type=_JSON)
+
+    def _model_facts(self, name: str, hello: HelloReply) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": 0, "owned_by": "kvd", "max_model_len": hello.limits.max_model_len}
+
+    def _names(self, hello: HelloReply) -> tuple[str, ...]:
+        return self._served_names or (hello.model,)
+
+    async def _greeting(self, *, fresh: bool) -> HelloReply:
+        """The daemon's facts. They change only with a restart, which another name of a model or a failure makes this ask again.
+
+        Raises:
+            ApiError: no daemon answers, or it does not know its model yet.
+        """
+        if self._hello is None or fresh:
+            try:
+                hello = await self._client.hello(timeout_s=_HEALTH_TIMEOUT_S)
+            except KvdError as error:
+                raise api_error(error) from error
+            if not hello.model:
+                raise ApiError(503, f"the daemon is {hello.state}", kind="server_error", code=hello.state, retry_after_s=_RETRY_S)
+            if self._hello is not None and hello.fingerprint != self._hello.fingerprint:
+                self._texts.forget()
+            self._hello = hello
+        return self._hello
+
+    async def _require_model(self, name: str | None) -> tuple[str, HelloReply]:
+        """The model's name as the answer gives it."""
+        hello = await self._greeting(fresh=False)
+        if name is None:
+            return self._names(hello)[0], hello
+        if name not in self._names(hello) and name not in self._names(hello := await self._greeting(fresh=True)):
+            known = ", ".join(self._names(hello))
+            raise ApiError(404, f"the model {name!r:.80} does not exist; served: {known}", code="model_not_found", param="model")
+        return name, hello
+
+    # ---------------------------------------------------------------------------------------------------- generation
+
+    async def answer(self, take: _Take, scope: Scope, receive: Receive, send: Send) -> None:
+        """One generation request, from its headers to its last byte.
+
+        Raises:
+            ApiError: before anything was sent.
+        """
+        self._authenticate(scope)
+        if self._num_requests >= self._limits.max_requests:
+            message = f"{self._num_requests} requests run, the most that this gateway takes"
+            raise ApiError(429, message, kind="rate_limit_error", code="overloaded", retry_after_s=_RETRY_S)
+        self._num_requests += 1
+        try:
+            body = await self._body(scope, receive)
+            if body is None:
+                return
+            job = asyncio.ensure_future(take(body, send))
+            watch = asyncio.ensure_future(_disconnected(receive))
+            watch.add_done_callback(lambda _: job.cancel())
+            try:
+                await job
+            except asyncio.CancelledError:
+                if not watch.done() or watch.cancelled():  # not the client's end: the server stops
+                    raise
+            finally:
+                watch.cancel()
+        except KvdError as error:
+            if error.code in {"connection_lost", "interrupted", "starting"}:
+                self._hello = None
+            raise api_error(error) from error
+        finally:
+            self._num_requests -= 1
+
+    async def _chat(self, body: bytes, send: Send) -> None:
+        fields = read_fields(body, ChatFields)
+        options, messages = chat_options(fields), chat_messages(fields)
+        form = ChatForm(self._texts, logprobs=bool(fields.logprobs))
+
+        await self._generate(fields, form, [partial(self._client.chat, messages, **options)], options, send)
+
+    async def _complete(self, body: bytes, send: Send) -> None:
+        fields = read_fields(body, CompletionFields)
+        options, prompts = completion_options(fields), completion_prompts(fields)
+        form = CompletionForm(self._texts, logprobs=fields.logprobs is not None, num_choices=fields.num_choices)
+
+        asks = [partial(self._client.generate, prompt, **options) for prompt in prompts]
+        await self._generate(fields, form, asks, options, send)
+
+    async def _generate(self, fields: Fields, form: Form, asks: Sequence[_Ask], options: GenerateOptions, send: Send) -> None:
+        name, hello = await self._require_model(fields.model)
+        head = Head(id=form.id_prefix + uuid.uuid4().hex, model=name, fingerprint=f"fp_{hello.fingerprint[:12]}")
+        wants_logprobs = "logprobs" in options
+        if fields.is_stream:
+            streams: list[AsyncStream] = [await ask(stream=True) for ask in asks]
+            pieces = Pieces(form, head, with_usage=fields.wants_stream_usage)
+            answer = _Streaming(streams, pieces, fields.num_choices, self._texts if wants_logprobs else None, send)
+            await answer.run()
+            return
+        completions = await _all([ask(stream=False) for ask in asks])
+        _refuse_aborted([choice.finish_reason for completion in completions for choice in completion.choices])
+        if wants_logprobs:
+            await self._texts.learn(each for completion in completions for choice in completion.choices for each in choice.logprobs)
+        await _send_whole(send, 200, form.whole(head, completions))
+
+    # ------------------------------------------------------------------------------------------------------ the edge
+
+    def _authenticate(self, scope: Scope) -> None:
+        if not self._api_keys:
+            return
+        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        # Every key is compared, each in constant time: the answer's time tells nothing.
+        matches = [hmac.compare_digest(given.strip(), key) for key in self._api_keys]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise ApiError(401, "no valid API key; send it as Authorization: Bearer KEY", code="invalid_api_key")
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The whole body; None if the client went away before its end."""
+        headers = dict(scope["headers"])
+        media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if media_type != _JSON.encode():  # a browser sends this type to a foreign page's server only after asking it
+            raise ApiError(415, f"the body's type must be {_JSON}")
+        too_large = ApiError(413, f"the body is larger than {self._limits.max_body_bytes} bytes", code="too_large")
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > self._limits.max_body_bytes:
+            raise too_large
+        parts: list[bytes] = []
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    num_bytes += len(parts[-1])
+                    if num_bytes > self._limits.max_body_bytes:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError as error:
+            raise ApiError(408, f"the body did not come within {_BODY_TIMEOUT_S:.0f} s") from error
+
+
+_Take = Callable[[bytes, Send], Awaitable[None]]
+_Ask = Callable[..., Awaitable[Any]]
+"""Begins a generation: ``stream`` says whether its result is a whole answer or a stream."""
+
+
+class _Endpoint:
+    """An ASGI endpoint; what it raises before it has answered becomes the answer."""
+
+    def __init__(self, gateway: Gateway, take: _Take) -> None:
+        self._gateway = gateway
+        self._take = take
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._gateway.answer(self._take, scope, receive, send)
+
+
+class _Streaming:
+    """Server-sent events. The status waits for the first token, so that a refusal has a status of its own."""
+
+    def __init__(self, streams: Sequence[AsyncStream], pieces: Pieces, num_choices: int, texts: TokenTexts | None, send: Send) -> None:
+        """``texts``: where log probabilities were asked for."""
+        self._streams = streams
+        self._pieces = pieces
+        self._num_choices = num_choices
+        self._texts = texts
+        self._send = send
+        self._has_begun = False
+
+    async def run(self) -> None:
+        """Send everything.
+
+        Raises:
+            KvdError, ApiError: before anything was sent; later failures are the stream's last event.
+        """
+        try:
+            if len(self._streams) == 1:
+                await self._forward(0)
+            else:
+                await _all([self._forward(number) for number in range(len(self._streams))])
+            last = self._pieces.end([stream.completion for stream in self._streams])
+        except (KvdError, ApiError) as error:
+            if not self._has_begun:
+                raise
+            failure = error if isinstance(error, ApiError) else api_error(error)
+            last = b"data: " + failure.body() + b"\n\n" + DONE
+        finally:
+            for stream in self._streams:
+                await stream.aclose()
+        await self._begin()
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _forward(self, number: int) -> None:
+        stream, first_choice = self._streams[number], number * self._num_choices
+        while chunks := await stream.batch():
+            _refuse_aborted([chunk.finish_reason for chunk in chunks])
+            if self._texts is not None:
+                await self._texts.learn(each for chunk in chunks for each in chunk.logprobs)
+            if body := self._pieces.of(chunks, first_choice):
+                if not self._has_begun:
+                    await self._begin()
+                await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _all(asked: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Every result; the first failure cancels the others."""
+    if len(asked) == 1:
+        return [await asked[0]]
+    tasks = [asyncio.ensure_future(each) for each in asked]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _refuse_aborted(finish_reasons: Sequence[str | None]) -> None:
+    """The API has no word for an answer that the daemon's shutdown cut short: it is a failure that may be tried again."""
+    if "aborted" in finish_reasons:
+        raise ApiError(503, "the answer was cut short: the daemon shuts down", kind="server_error", code="draining", retry_after_s=_RETRY_S)
+
+
+async def _disconnected(receive: Receive) -> None:
+    with contextlib.suppress(OSError):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+async def _send_whole(send: Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", _JSON.encode()), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _error_response(error: ApiError) -> Response:
+    return Response(error.body(), error.status, error.headers(), media_type=_JSON)
+
+
+async def _on_api_error(_request: Request, error: ApiError) -> Response:
+    return _error_response(error)
+
+
+async def _on_fault(_request: Request, _error: Exception) -> Response:
+    """The server logs it."""
+    return _error_response(ApiError(500, "the gateway met a fault of its own; its log says more", kind="server_error", code="internal"))
+
+
+async def _on_http_error(request: Request, error: HTTPException) -> Response:
+    message = f"there is no {request.method} {request.url.path} here" if error.status_code in {404, 405} else error.detail
+    response = _error_response(ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else None))
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,244 @@
+"""What the API's requests hold, and how it becomes a kvd request.
+
+Unknown fields are ignored, as ``user`` and other notes for accounting are. Fields that are known to change the answer and can't be honoured are
+refused by name. Ranges are the daemon's to check: its refusal names the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import msgspec
+from kvd_client.requests import GenerateOptions
+
+from kvd.gateway.errors import ApiError, invalid_field, unsupported
+
+_MAX_PROMPTS = 64
+_COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for completions; a chat's is what fits the model."""
+_SEED_MASK = (1 << 64) - 1
+_NO_TOOLS = "this server does not call tools"
+_NO_GRAMMAR = "this server does not constrain the answer's form"
+_NOT_HERE = "this server does not compute it"
+
+_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
+    {
+        "tools": ((None, []), _NO_TOOLS),
+        "tool_choice": ((None, "none", "auto"), _NO_TOOLS),
+        "functions": ((None, []), _NO_TOOLS),
+        "function_call": ((None, "none", "auto"), _NO_TOOLS),
+        "response_format": ((None, {"type": "text"}), _NO_GRAMMAR),
+        "structured_outputs": ((None,), _NO_GRAMMAR),
+        "guided_json": ((None,), _NO_GRAMMAR),
+        "guided_regex": ((None,), _NO_GRAMMAR),
+        "guided_choice": ((None,), _NO_GRAMMAR),
+        "guided_grammar": ((None,), _NO_GRAMMAR),
+        "grammar": ((None, ""), _NO_GRAMMAR),
+        "json_schema": ((None,), _NO_GRAMMAR),
+        "logit_bias": ((None, {}), _NOT_HERE),
+        "modalities": ((None, ["text"]), "this server answers with text"),
+        "audio": ((None,), "this server answers with text"),
+        "web_search_options": ((None,), "this server does not search"),
+        "echo": ((None, False), _NOT_HERE),
+        "suffix": ((None, ""), "the model continues texts, it does not fill gaps"),
+        "prompt_logprobs": ((None,), _NOT_HERE),
+        "use_beam_search": ((None, False), _NOT_HERE),
+        "continue_final_message": ((None, False), "an answer is always a new turn"),
+        "add_generation_prompt": ((None, True), "an answer is always a new turn"),
+    }
+)
+"""By field: the values that ask for nothing, and why others are refused. OpenAI's fields, then extensions of vLLM and llama.cpp."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class Fields(msgspec.Struct, frozen=True, kw_only=True):
+    """What both endpoints take. ``top_k`` to ``cache_salt`` are extensions under vLLM's names."""
+
+    model: str | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    cache_salt: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def is_stream(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def wants_stream_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatFields(Fields, frozen=True, kw_only=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionFields(Fields, frozen=True, kw_only=True):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+
+
+F = TypeVar("F", bound=Fields)
+
+
+def read_fields(body: bytes, kind: type[F]) -> F:
+    """A request's fields.
+
+    Raises:
+        ApiError: no JSON object, a field of the wrong type, or one that can't be honoured.
+    """
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    for field in raw.keys() & _REFUSED.keys():
+        harmless, reason = _REFUSED[field]
+        if raw[field] not in harmless:
+            raise unsupported(field, reason)
+    try:
+        fields = msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise invalid_field(error) from error
+    if fields.num_choices < 1:
+        raise ApiError(400, f"n is {fields.n}; it must be at least 1", param="n")
+    if fields.best_of is not None and fields.best_of != fields.num_choices:
+        raise unsupported("best_of", "every answer is returned; it must equal n")
+    if fields.stream_options is not None and not fields.stream:
+        raise ApiError(400, "stream_options are for streams; set stream", param="stream_options")
+    return fields
+
+
+def chat_options(fields: ChatFields) -> GenerateOptions:
+    """Options of ``kvd_client``'s ``chat``.
+
+    Raises:
+        ApiError: fields contradict each other.
+    """
+    options = _options(fields)
+    max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    if max_tokens is not None:
+        options["max_tokens"] = max_tokens
+    if fields.logprobs:
+        options["logprobs"] = fields.top_logprobs or 0
+    elif fields.top_logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
+    if fields.chat_template_kwargs:
+        options["template_args"] = fields.chat_template_kwargs
+    return options
+
+
+def completion_options(fields: CompletionFields) -> GenerateOptions:
+    """Options of ``kvd_client``'s ``generate``."""
+    options = _options(fields)
+    options["max_tokens"] = _COMPLETION_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    if fields.logprobs is not None:
+        options["logprobs"] = fields.logprobs
+    return options
+
+
+def chat_messages(fields: ChatFields) -> list[dict[str, Any]]:
+    """The conversation as the daemon takes it: content parts joined to text, OpenAI's ``developer`` under the name that chat templates know.
+
+    Raises:
+        ApiError: it is empty, or holds something that is not text.
+    """
+    if not fields.messages:
+        raise ApiError(400, "messages is empty", param="messages")
+    return [_message(message, number) for number, message in enumerate(fields.messages)]
+
+
+def completion_prompts(fields: CompletionFields) -> Sequence[str | list[int]]:
+    """One prompt or several.
+
+    Raises:
+        ApiError: none, or too many.
+    """
+    prompt = fields.prompt
+    if isinstance(prompt, str):
+        return (prompt,)
+    kinds = {type(each) for each in prompt}
+    if len(kinds) > 1:
+        raise ApiError(400, "prompt mixes strings and token ids", param="prompt")
+    if kinds == {int}:
+        return (prompt,)  # type: ignore[return-value]  # of ids alone
+    if not 1 <= len(prompt) <= _MAX_PROMPTS:
+        raise ApiError(400, f"prompt holds {len(prompt)} prompts; there must be 1 to {_MAX_PROMPTS}", param="prompt")
+    return prompt  # type: ignore[return-value]  # each is a string, or each a list of ids
+
+
+_PLAIN = (
+    "n",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "cache_salt",
+    "stop",
+)
+"""Fields that the daemon knows under the same name."""
+
+
+def _options(fields: Fields) -> GenerateOptions:
+    options: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(fields, name)) is not None}
+    if fields.top_k == -1:  # vLLM's word for all
+        options["top_k"] = 0
+    if fields.seed is not None:
+        options["seed"] = fields.seed & _SEED_MASK  # OpenAI's seeds are signed
+    return options  # type: ignore[return-value]  # names and types are those of GenerateOptions
+
+
+def _message(message: dict[str, Any], number: int) -> dict[str, Any]:
+    content = message.get("content")
+    role = message.get("role")
+    if isinstance(content, str) and role != "developer":
+        return message
+    if isinstance(content, list):
+        content = "\n".join(_part(part, number) for part in content)
+    elif content is None:
+        content = ""
+    return {**message, "content": content, "role": "system" if role == "developer" else role}
+
+
+def _part(part: Any, number: int) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise ApiError(400, f"messages[{number}].content holds a part that is not text; this server takes text alone", param="messages")
