@@ -12,6 +12,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "dispatch.h"
 #include "formats.h"
@@ -62,6 +63,11 @@ struct Plain {
 PanelKernel f32_kernel(Compute compute) { return compute == Compute::f32 ? KVD_CHOOSE(gemm_table).f32_panel : nullptr; }
 PanelKernel bf16_kernel(Compute compute) { return compute == Compute::bf16 ? KVD_CHOOSE(gemm_table).bf16_panel : nullptr; }
 
+constexpr int64_t PIECES_PER_THREAD = 16;
+constexpr int64_t MIN_PIECE_ROWS = 48;   // a panel is read from the second-level cache once for each group of rows
+constexpr int64_t MAX_PIECE_ROWS = 516;  // rows of a piece stay in the caches while panels pass
+constexpr int64_t ROW_GROUP = 6;         // rows that share a load of weights, at most
+
 const FormatOps& ops_of(Format format) { return format == Format::f32 || format == Format::bf16 ? plain_ops(format) : quantized_ops(format); }
 
 }  // namespace
@@ -109,33 +115,57 @@ void Matrix::unpack_row(int64_t row, float* out) const {
 
 void multiply(Pool& pool, const Product& product) {
     const Matrix& matrix = *product.matrix;
+    if (product.num_rows <= 0) return;
     const FormatOps& ops = ops_of(matrix.format());
     const PanelKernel kernel = ops.kernel(product.compute);
     if (!kernel) throw std::invalid_argument("this matrix does not take rows of this type");
     const int64_t num_panels = matrix.num_panels();
     const int64_t scratch_bytes = ops.scratch_bytes ? ops.scratch_bytes(matrix.k()) : 0;
-    std::unique_ptr<uint8_t[]> scratch;
-    uint8_t* scratch_begin = nullptr;
     const int64_t scratch_stride = (scratch_bytes + 127) / 128 * 128;
-    if (scratch_bytes) {
-        scratch.reset(new uint8_t[scratch_stride * pool.num_threads() + 64]);
-        scratch_begin = scratch.get() + (64 - reinterpret_cast<uintptr_t>(scratch.get()) % 64);
+    static thread_local std::vector<uint8_t> scratch;  // of the calling thread, shared out among the pool's
+    if (const auto size = static_cast<size_t>(scratch_stride * pool.num_threads() + 64); scratch_bytes && scratch.size() < size) scratch.resize(size);
+    uint8_t* const scratch_begin = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64);
+    static thread_local std::vector<float> prepared;
+    const int64_t prepared_floats = ops.prepare ? ops.prepared_floats(matrix.k()) : 0;
+    const int64_t element = product.compute == Compute::f32 ? 4 : 2;
+    if (ops.prepare) {
+        if (const auto size = static_cast<size_t>(product.num_rows * prepared_floats); prepared.size() < size) prepared.resize(size);
+        float* const to = prepared.data();
+        const auto prepare = [&](int64_t row, int64_t num_rows) {
+            ops.prepare(product.compute, static_cast<const uint8_t*>(product.x) + row * product.ldx * element, product.ldx, num_rows, matrix.k(), to + row * prepared_floats);
+        };
+        constexpr int64_t PIECE = 32;  // rows that are too little work to wake a thread for
+        if (product.num_rows <= PIECE) prepare(0, product.num_rows);
+        else pool.run((product.num_rows + PIECE - 1) / PIECE, [&](int64_t i, int) { prepare(i * PIECE, std::min(PIECE, product.num_rows - i * PIECE)); });
     }
-    pool.run(num_panels, [&](int64_t p, int worker) {
+    const float* const prepared_begin = prepared.data();
+    // Few rows: a piece is a panel. Many: panels are divided by rows too, into enough pieces to keep all threads busy to the end.
+    int64_t piece_rows = product.num_rows;
+    if (product.num_rows > MIN_PIECE_ROWS) {
+        const int64_t wanted = (PIECES_PER_THREAD * pool.num_threads() + num_panels - 1) / num_panels;
+        piece_rows = std::max((product.num_rows + wanted - 1) / wanted, MIN_PIECE_ROWS);
+        piece_rows = std::min((piece_rows + ROW_GROUP - 1) / ROW_GROUP * ROW_GROUP, MAX_PIECE_ROWS);
+    }
+    const int64_t row_pieces = (product.num_rows + piece_rows - 1) / piece_rows;
+    pool.run(num_panels * row_pieces, [&](int64_t piece, int worker) {
+        const int64_t p = piece / row_pieces;
+        const int64_t row = piece % row_pieces * piece_rows;
+        const int64_t next = p + pool.num_threads();  // threads take turns: most likely this one's next
         PanelWork work;
         work.panel = matrix.panel(p);
-        work.next_panel = p + 1 < num_panels ? matrix.panel(p + 1) : nullptr;
+        work.next_panel = row_pieces == 1 && next < num_panels ? matrix.panel(next) : nullptr;
         work.panel_bytes = matrix.panel_bytes();
         work.k = matrix.k();
         work.num_outputs = std::min(PANEL, matrix.n() - p * PANEL);
-        work.x = static_cast<const uint8_t*>(product.x);
+        work.x = static_cast<const uint8_t*>(product.x) + row * product.ldx * element;
         work.ldx = product.ldx;
-        work.num_rows = product.num_rows;
-        work.out = product.out + p * PANEL;
+        work.num_rows = std::min(piece_rows, product.num_rows - row);
+        work.out = product.out + row * product.ldo + p * PANEL;
         work.ldo = product.ldo;
         work.bias = product.bias ? product.bias + p * PANEL : nullptr;
         work.accumulate = product.accumulate;
-        work.scratch = scratch_begin ? scratch_begin + worker * scratch_stride : nullptr;
+        work.scratch = scratch_bytes ? scratch_begin + worker * scratch_stride : nullptr;
+        work.prepared = ops.prepare ? prepared_begin + row * prepared_floats : nullptr;
         kernel(work);
     });
 }
