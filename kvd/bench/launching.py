@@ -21,6 +21,9 @@ _DIE_S = 30.0
 class Launched:
     """A server's process tree, made of a command line. Its output goes to a file.
 
+    The command finds ``KVD_BENCH_VISIT`` in its environment: the same for every start within one visit of the plan, another for each visit, so that a
+    command can keep what a restart needs and forget what the last visit left.
+
     Args:
         name: the target's.
         command: as one would type it into a shell.
@@ -35,6 +38,7 @@ class Launched:
         self._ready_timeout_s = ready_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._began_s = 0.0
+        self.visit = ""
 
     @property
     def pid(self) -> int | None:
@@ -59,7 +63,12 @@ class Launched:
         with self._log.open("ab") as log:
             self._began_s = time.perf_counter()
             self._process = subprocess.Popen(  # noqa: ASYNC220  nothing else waits in this loop
-                ["/bin/sh", "-c", self._command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                ["/bin/sh", "-c", self._command],
+                env={**os.environ, "KVD_BENCH_VISIT": self.visit},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         while not await server.is_ready():
             if (code := self._process.poll()) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,12 +119,12 @@ def comparison_dicts(result: Result) -> list[dict[str, Any]]:
     ]
 
 
-def page(result: Result, claims: Sequence[Claim], *, command: str) -> str:
-    """The Markdown of a comparison: the claims with their ratios, where kvd is behind, and every target's figures."""
-    judged = [judge(result, claim) for claim in claims]
+def page(result: Result, sections: Mapping[str, Sequence[Claim]], *, command: str) -> str:
+    """The Markdown of a comparison: a table of claims for each section, where kvd is behind, and every target's figures."""
     facts = result.facts
     targets = "; ".join(f"{name} ({target['version']})" for name, target in result.targets.items())
-    rounds = 1 + max((each["round"] % 1000 for each in result.samples), default=0)
+    rounds = 1 + max((each["round"] for each in result.samples), default=0)
+    judged = {heading: [judge(result, claim) for claim in claims] for heading, claims in sections.items()}
     lines = [
         "# Benchmarks",
         "",
@@ -133,24 +133,17 @@ def page(result: Result, claims: Sequence[Claim], *, command: str) -> str:
         f"* date: {facts['date']}; load before the run: {facts['load_before']}; {rounds} interleaved rounds, one server alive at a time",
         f"* machine: {facts['machine']}",
         f"* targets: {targets}",
-        "* ratios: how many times better kvd is (above 1: better, for rates and for times), the median over pairs of the same round, with the interval of the bootstrap (under six pairs: their range)",
+        "* times better: the median over pairs of the same round (above 1: kvd is better, for rates and for times), with the bootstrap's 95 % interval; of fewer",
+        "  than six pairs their range",
         "",
-        "## Against the better peer of each row",
-        "",
-        "| measure | kvd | better peer | times better | wanted | |",
-        "|---|---|---|---|---|---|",
-        *(_claim_row(each) for each in judged),
-        "",
-        "## Where kvd is behind",
-        "",
-        *_behind(judged),
-        "",
-        "## All figures",
-        "",
-        *_all_figures(result),
-        "",
-        *_notes(result),
     ]
+    for heading, rows in judged.items():
+        lines += [f"## {heading}", "", "| measure | kvd | better peer | times better | wanted | |", "|---|---|---|---|---|---|"]
+        lines += [*(_claim_row(each) for each in rows), ""]
+    lines += ["## Where kvd is behind", ""]
+    for heading, rows in judged.items():
+        lines += [f"{heading}:", "", *_behind(rows), ""]
+    lines += ["## All figures", "", *_all_figures(result), *_notes(result)]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -137,6 +137,8 @@ class Runner:
     # ----------------------------------------------------------------------------------------------------- measuring
 
     async def _visit(self, target: Target, places: Sequence[tuple[Entry, Place]]) -> None:
+        if target.launched is not None:
+            target.launched.visit = f"{target.name}-{places[0][1].round}-{time.time_ns()}"
         try:
             for entry, place in places:
                 try:
