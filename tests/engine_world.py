@@ -324,7 +324,13 @@ class World:
         self.config = SchedulerConfig(**scheduler)
         self.disk = FakeDisk(self) if disk else None
         self.scheduler = Scheduler(
-            self.config, self.cache, self.clock, namespace_of=namespace_of, max_model_len=max_model_len, cold_tier=self.disk
+            self.config,
+            self.cache,
+            self.clock,
+            namespace_of=namespace_of,
+            max_model_len=max_model_len,
+            cold_tier=self.disk,
+            shared_tile_tokens=BLOCK,
         )
         self.inbox = _Inbox(self)
         self.outbox = InprocOutbox()

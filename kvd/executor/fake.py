@@ -14,7 +14,7 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
-from kvd.step import ExecutorOutput, SchedulerOutput, StartedRow
+from kvd.step import ExecutorOutput, SchedulerOutput, SharedRuns, StartedRow
 from kvd.types import BlockId, KvGroup, SamplingParams, TokenLogprobs, unpack_tokens
 
 VOCAB_SIZE = 257
@@ -24,6 +24,10 @@ _POSITION_BYTES = 32
 _LETTERS = b"eeeeeetttttaaaaooooiiiinnnnsssshhhrrrdddllluuucmfwgypbvkxqjz       ,.EATSW0123456789"
 _EOS_PERIOD = 1021
 """One draw in so many is the end of the sequence."""
+
+
+class SharedRunError(Exception):
+    """A step's shared runs contradict the rows' tables."""
 
 
 class _Row:
@@ -77,6 +81,8 @@ class FakeRunner:
         self.fingerprint = hashlib.sha256(b"kvd.fake.v1:%d:%d" % (block_size_tokens, weights_seed)).digest()
         self._row_bytes = block_size_tokens * _POSITION_BYTES
         self._pool = memoryview(bytearray(num_blocks * self._row_bytes))
+        self._num_written = array("H", bytes(2 * num_blocks))
+        """Positions of each block that hold what its present owner computed, restored or copied."""
         self._rows: list[_Row | None] = [None] * max_rows
         self._step_s = step_ms / 1000
         self._poison_token_id = poison_token_id
@@ -99,6 +105,7 @@ class FakeRunner:
         source = memory.cast("B")
         for index, block_id in enumerate(block_ids):
             self._block(block_id)[:] = source[index * self._row_bytes : (index + 1) * self._row_bytes]
+            self._num_written[block_id] = self.block_size_tokens
 
     def _block(self, block_id: int) -> memoryview:
         if not 0 <= block_id < self.num_blocks:
@@ -108,7 +115,12 @@ class FakeRunner:
     # ------------------------------------------------------------------------------------------ a step
 
     def execute(self, step: SchedulerOutput) -> ExecutorOutput:
-        """Apply the step's deltas, compute its positions, sample where a row's last known token is reached."""
+        """Apply the step's deltas, compute its positions, sample where a row's last known token is reached.
+
+        Raises:
+            SharedRunError: the rows of a shared run do not hold the same blocks, or these are not computed yet.
+            KeyError, IndexError: a row, a block or a position that is not there.
+        """
         began_s = time.monotonic()
         for row in step.released:
             self._rows[row] = None
@@ -117,12 +129,18 @@ class FakeRunner:
         for started in step.started:
             state = _Row(started)
             self._rows[started.row] = state
+            for block_id in started.block_ids[-(-started.num_computed // self.block_size_tokens) :]:
+                self._num_written[block_id] = 0
             work.append((started.row, state, started.num_tokens))
         continued = step.continued
         for index, (row, num_tokens) in enumerate(zip(continued.rows, continued.num_tokens, strict=True)):
             state = self._live(row)
-            state.block_ids.extend(continued.block_ids[continued.block_offsets[index] : continued.block_offsets[index + 1]])
+            appended = continued.block_ids[continued.block_offsets[index] : continued.block_offsets[index + 1]]
+            state.block_ids.extend(appended)
+            for block_id in appended:
+                self._num_written[block_id] = 0
             work.append((row, state, num_tokens))
+        self._check_runs(step.shared_runs)
         # A row may follow positions that another row computes in this very step. These lie before its own, so that going by position
         # writes them first, as a layer of the real model writes all rows before it reads any.
         for _, state, num_tokens in sorted(work, key=lambda item: item[1].num_computed):
@@ -136,9 +154,26 @@ class FakeRunner:
         copied = [bytes(self._block(copy.source)) for copy in step.copies]
         for copy, content in zip(step.copies, copied, strict=True):
             self._block(copy.target)[:] = content
+            self._num_written[copy.target] = self._num_written[copy.source]
             state = self._rows[copy.row]
             if state is not None and copy.index < len(state.block_ids):
                 state.block_ids[copy.index] = copy.target
+
+    def _check_runs(self, runs: SharedRuns) -> None:
+        """What a real executor takes on trust: attention over a run is computed once for all of its rows."""
+        size = self.block_size_tokens
+        for index, (first, end) in enumerate(zip(runs.first_block, runs.end_block, strict=True)):
+            rows = runs.rows[runs.row_offsets[index] : runs.row_offsets[index + 1]]
+            shared = self._live(rows[0]).block_ids[first:end]
+            unwritten = [block_id for block_id in shared if self._num_written[block_id] < size]
+            if unwritten or len(shared) < end - first:
+                raise SharedRunError(f"blocks {first} to {end} of rows {rows}: {unwritten} are not computed, {len(shared)} are there")
+            for row in rows:
+                state = self._live(row)
+                if state.block_ids[first:end] != shared or state.num_computed < end * size:
+                    raise SharedRunError(
+                        f"blocks {first} to {end} of row {row}, {state.num_computed} positions computed, are not those of row {rows[0]}"
+                    )
 
     def _live(self, row: int) -> _Row:
         state = self._rows[row]
@@ -160,6 +195,7 @@ class FakeRunner:
             before = hashlib.blake2b(b"%d:%d:" % (token_id, position) + before, digest_size=_POSITION_BYTES, key=self.fingerprint).digest()
             offset = state.block_ids[position // size] * self._row_bytes + position % size * _POSITION_BYTES
             self._pool[offset : offset + _POSITION_BYTES] = before
+            self._num_written[state.block_ids[position // size]] = position % size + 1
         state.num_computed = last
 
     def _position(self, state: _Row, position: int) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvd.cache.manager import CopyOnWrite, Node
 from kvd.scheduler.request import Sequence
-from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, StartedRow
+from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, SharedRuns, StartedRow
 from kvd.types import BlockId
 
 
@@ -63,7 +63,7 @@ class StepPlan:
     def copy(self, sequence: Sequence, copies: tuple[CopyOnWrite, ...]) -> None:
         self.copies.extend(BlockCopy(copy.source, copy.target, copy.index, sequence.row) for copy in copies)
 
-    def output(self, released_rows: list[int]) -> SchedulerOutput:
+    def output(self, released_rows: list[int], shared_runs: SharedRuns) -> SchedulerOutput:
         return SchedulerOutput(
             step=self.step,
             started=tuple(self.started),
@@ -71,4 +71,5 @@ class StepPlan:
             released=tuple(released_rows),
             copies=tuple(self.copies),
             fills=tuple(self.fills),
+            shared_runs=shared_runs,
         )

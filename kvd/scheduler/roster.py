@@ -13,12 +13,14 @@ from kvd.cache.manager import BlockTable, CacheManager, Node, Retention
 from kvd.scheduler.ports import Clock
 from kvd.scheduler.queue import WaitingQueue
 from kvd.scheduler.request import Leaving, Request, Sequence
+from kvd.scheduler.shared_runs import RunTree
+from kvd.step import SharedRuns
 
 
 class Roster:
     """The places and the transitions between them. Knows neither steps' contents nor events."""
 
-    def __init__(self, cache: CacheManager, clock: Clock, max_running: int) -> None:
+    def __init__(self, cache: CacheManager, clock: Clock, max_running: int, shared_tile_tokens: int) -> None:
         self._cache = cache
         self._clock = clock
         self.max_running = max_running
@@ -42,6 +44,9 @@ class Roster:
         self._seats: dict[BlockTable, Sequence] = {}
         self._leaving: dict[Sequence, None] = {}
         self._free_rows = list(range(max_running - 1, -1, -1))
+        self._runs = RunTree(max(1, shared_tile_tokens // cache.block_size_tokens))
+        self._followers: dict[Sequence, None] = {}
+        """Sequences with rows whose table waited for blocks when the row began: what they share ends before these, until they are computed."""
 
     @property
     def num_seated(self) -> int:
@@ -95,7 +100,32 @@ class Roster:
         row = self._free_rows.pop()
         self.rows[row] = sequence
         sequence.row = row
+        assert sequence.table is not None, "a row begins with blocks"
+        num_tokens, awaited = sequence.num_computed, sequence.table.waits_for
+        if awaited:  # another row computes these in the step that is being made, or in one in flight
+            num_tokens = awaited[0].depth * self._cache.block_size_tokens
+            self._followers[sequence] = None
+        self._add_to_runs(sequence, num_tokens)
         return row
+
+    def shared_runs(self) -> SharedRuns:
+        """What the rows share in the step that is being made."""
+        return self._runs.current()
+
+    def update_shares(self) -> None:
+        """A step begins to be made: rows whose awaited blocks are computed by now share these, too. Before any row is taken, for it would not find them."""
+        ready = [each for each in self._followers if each.table is not None and not each.table.waits_for]
+        for sequence in ready:  # all leave before the first comes back, in the order in which they began
+            del self._followers[sequence]
+            self._runs.remove(sequence.row)
+        for sequence in ready:
+            assert sequence.table is not None, "it was there a moment ago"
+            self._add_to_runs(sequence, 0 if sequence.table.is_broken else sequence.table.num_cached_tokens)
+
+    def _add_to_runs(self, sequence: Sequence, num_tokens: int) -> None:
+        """The first ``num_tokens`` tokens of the sequence that has a row were computed before the step that is being made."""
+        assert sequence.table is not None, "a row has blocks"
+        self._runs.add(sequence.row, sequence.table.block_ids, num_tokens // self._cache.block_size_tokens)
 
     # ------------------------------------------------------------------------------------------- out of a seat
 
@@ -148,6 +178,9 @@ class Roster:
         del self._leaving[sequence]
         del self._seats[table]
         sequence.request.note_cached(table)
+        if sequence.row >= 0:
+            self._runs.remove(sequence.row)
+            self._followers.pop(sequence, None)
         self._cache.release(table, self.retention(sequence.request))
         sequence.table = None
         sequence.leaving = None
@@ -237,6 +270,15 @@ class Roster:
                 assert sequence.num_known <= sequence.num_total, "a sampled token is lost"
                 assert sequence.num_computed <= sequence.num_total, "more is computed than there is"
                 assert sequence.table is not None or sequence.num_computed == 0, "computed without blocks"
+        rows = {row: holder for row, holder in enumerate(self.rows) if holder is not None}
+        self._runs.check_invariants(
+            {
+                row: (holder.table.block_ids, holder.num_computed // self._cache.block_size_tokens)
+                for row, holder in rows.items()
+                if holder.table is not None
+            },
+            followers={row for row, each in rows.items() if each in self._followers or (each.table is not None and each.table.is_broken)},
+        )
         live = {sequence for request in requests for sequence in request.sequences}
         assert waiting <= live, "somebody waits whose request is over"
         assert {sequence for sequence in seated if not sequence.is_over} <= live, "somebody sits whose request is over"

@@ -25,6 +25,7 @@ from kvd.scheduler.ports import Clock, ColdTier
 from kvd.scheduler.preemption import choose_victim
 from kvd.scheduler.request import Leaving, Request, Sequence
 from kvd.scheduler.roster import Roster
+from kvd.scheduler.shared_runs import TILE_TOKENS
 from kvd.step import ExecutorOutput, SchedulerOutput
 from kvd.types import TOKEN_BYTES, ErrorCode, FinishReason, TokenLogprobs
 
@@ -47,13 +48,14 @@ class Scheduler:
         namespace_of: Callable[[bytes, bytes], Namespace],
         max_model_len: int,
         cold_tier: ColdTier | None = None,
+        shared_tile_tokens: int = TILE_TOKENS,
     ) -> None:
         self._config = config
         self._cache = cache
         self._clock = clock
         self._namespace_of = namespace_of
         self._max_model_len = max_model_len
-        self._roster = Roster(cache, clock, config.max_running)
+        self._roster = Roster(cache, clock, config.max_running, shared_tile_tokens)
         self._loads = Loads(cache, self._roster, cold_tier, int(cache.num_blocks * config.max_loading_fraction))
         self._counters: Counter[str] = Counter()
         self._endings = Endings(self._roster, clock, self._counters)
@@ -212,6 +214,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if nothing can run now. It is in flight until ``update`` or ``fail_step``."""
         roster = self._roster
+        roster.update_shares()
         plan = StepPlan(self._step + 1, self._config.max_tokens_per_step)
         self._has_preempted = False
         forks, chunks, background = self._run_decodes(plan)
@@ -225,7 +228,7 @@ class Scheduler:
             return None
         self._step += 1
         self._counters["steps"] += 1
-        step = plan.output(roster.released_rows)
+        step = plan.output(roster.released_rows, roster.shared_runs())
         roster.released_rows.clear()
         self._in_flight.append((step, plan.fills))
         return step

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvd.executor.fake import EOS_TOKEN_ID, GROUP, FakeRunner
-from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, StartedRow
+from kvd.executor.fake import EOS_TOKEN_ID, GROUP, FakeRunner, SharedRunError
+from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, SharedRuns, StartedRow
 from kvd.types import SamplingParams, pack_tokens
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -207,3 +207,28 @@ def test_a_wrong_step_raises(runner):
         runner.execute(step(0, started=[start(PROMPT, [0])]))
     with pytest.raises(IndexError, match="block 64"):
         runner.read_blocks(GROUP, [64], memoryview(bytearray(runner.groups()[0].row_bytes)))
+
+
+def test_shared_runs_must_be_of_the_same_computed_blocks(runner):
+    """A wrong run is a wrong token in an executor that attends to it once for all of its rows."""
+    first = [*PROMPT[:8], *b"one more"]
+    second = [*PROMPT[:8], *b"other words"]
+    both = [start(first, [0, 1, 2, 3], row=0), start(second, [0, 1, 4, 5, 6], row=1, num_computed=8)]
+
+    def next_step(end, rows=(0, 1)):
+        return SchedulerOutput(1, (), ContinuedRows([0, 1], [1, 1], [0, 1, 1], [7]), shared_runs=SharedRuns([0], [end], [0, 2], list(rows)))
+
+    with pytest.raises(SharedRunError, match="are not computed"):
+        runner.execute(SchedulerOutput(0, tuple(both), ContinuedRows(), shared_runs=SharedRuns([0], [2], [0, 2], [0, 1])))
+    runner.execute(step(0, started=both, released=[0, 1]))
+    runner.execute(next_step(2))
+    with pytest.raises(SharedRunError, match="are not those of row 0"):
+        runner.execute(next_step(3))
+
+
+def test_a_block_that_begins_a_new_life_is_not_computed_yet(runner):
+    """What an earlier owner left in it does not count."""
+    runner.execute(step(0, started=[start(PROMPT, table(len(PROMPT)))]))
+    rows = [start(PROMPT, table(len(PROMPT)), row=0, num_tokens=4), start(PROMPT, table(len(PROMPT)), row=1, num_computed=24)]
+    with pytest.raises(SharedRunError, match="are not computed"):
+        runner.execute(SchedulerOutput(1, tuple(rows), ContinuedRows(), (0,), shared_runs=SharedRuns([0], [2], [0, 2], [0, 1])))

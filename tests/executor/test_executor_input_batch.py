@@ -9,7 +9,7 @@ pytestmark = pytest.mark.torch
 import random  # noqa: E402
 
 from kvd.executor.input_batch import BatchError, InputBatch  # noqa: E402
-from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, StartedRow  # noqa: E402
+from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, SharedRuns, StartedRow  # noqa: E402
 from kvd.types import SamplingParams, pack_tokens  # noqa: E402
 
 SIZE = 4
@@ -128,3 +128,50 @@ def test_a_step_that_contradicts_the_state_is_refused(wrong, message):
     batch.apply(step([start(0, [1, 2, 3], [7], 3)]))
     with pytest.raises(BatchError, match=message):
         batch.apply(wrong())
+
+
+def shared(batch, started=(), rows=(), runs=None, num_tokens=1):
+    """A step's runs as (start, end, the scheduler's row numbers), and the arrays themselves."""
+    continued = ContinuedRows(list(rows), [num_tokens] * len(rows), [0] * (len(rows) + 1), [])
+    laid_out = batch.apply(SchedulerOutput(0, tuple(started), continued, shared_runs=runs))
+    for row in started:
+        batch.append([row.row], [1])
+    batch.append(list(rows), [1] * len(rows))
+    attention = laid_out.attention
+    offsets = attention.run_offsets
+    told = [
+        (int(attention.run_start[i]), int(attention.run_end[i]), laid_out.rows[attention.run_rows[offsets[i] : offsets[i + 1]]].tolist())
+        for i in range(len(attention.run_start))
+    ]
+    return told, attention
+
+
+def test_shared_runs_are_laid_out_over_the_steps_rows():
+    batch = InputBatch(8, 60, SIZE)
+    runs = SharedRuns([0, 4], [4, 6], [0, 4, 6], [5, 2, 7, 3, 7, 5])
+    # 7 has computed more than 5, and comes behind it; 2 is not in the step, and 3 runs a longer chunk
+    rows = [start(row, range(40), range(10), 1, computed) for row, computed in ((7, 30), (5, 25))]
+    rows.append(start(3, range(40), range(10), 6, 20))
+    told, attention = shared(batch, rows, runs=runs)
+    assert told == [(0, 16, [5, 7, 3]), (16, 24, [5, 7])]
+    assert all(array.dtype == "int64" for array in (attention.run_start, attention.run_end, attention.run_offsets, attention.run_rows))
+    assert shared(batch, rows=[5], runs=runs)[0] == [], "one row shares with nobody"
+
+
+def test_the_same_runs_and_rows_reuse_the_arrays():
+    batch = InputBatch(8, 60, SIZE)
+    runs = SharedRuns([0], [2], [0, 2], [0, 1])
+    started = [start(row, range(12), range(9), 12 - 8 - row, 8 + row) for row in (0, 1)]
+    shared(batch, started, runs=runs)
+    _, first = shared(batch, rows=[0, 1], runs=runs)
+    _, second = shared(batch, rows=[0, 1], runs=runs)
+    assert second.run_rows is first.run_rows
+    others = SharedRuns([0], [1], [0, 2], [0, 1])
+    assert shared(batch, rows=[0, 1], runs=others)[0] == [(0, 4, [0, 1])]
+
+
+def test_a_run_beyond_what_a_row_has_computed_is_refused():
+    batch = InputBatch(8, 60, SIZE)
+    started = [start(0, range(12), range(3), 4, 8), start(1, range(12), range(3), 8, 4)]
+    with pytest.raises(BatchError, match="row 1: 4 positions are computed, a shared run claims more"):
+        shared(batch, started, runs=SharedRuns([0], [2], [0, 2], [0, 1]))

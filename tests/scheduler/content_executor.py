@@ -67,6 +67,8 @@ class ContentExecutor:
         """A function of the step's row numbers that names one to fail."""
         self.num_executed = 0
         self.largest_step = 0
+        self.num_shared_blocks = 0
+        """Blocks of shared runs, over all steps."""
 
     def execute(self, step: SchedulerOutput) -> ExecutorOutput:
         self._apply(step)
@@ -81,8 +83,32 @@ class ContentExecutor:
             if row is not None:
                 self.rows[row].failed = True
             self.fail_row = None
+        self._check_runs(step.shared_runs, work)
         self._compute(work)
         return self._sample(step, work)
+
+    def _check_runs(self, runs, work):
+        """The rows of a run hold the same blocks, and nobody writes these in this step or a later one."""
+        written = set()
+        for row, count in work:
+            state = self.rows[row]
+            written.update(state.blocks[state.num_computed // self.size : -(-(state.num_computed + count) // self.size)])
+        for index, (first, end) in enumerate(zip(runs.first_block, runs.end_block, strict=True)):
+            rows = runs.rows[runs.row_offsets[index] : runs.row_offsets[index + 1]]
+            assert len(set(rows)) == len(rows) >= 2
+            shared = self.rows[rows[0]].blocks[first:end]
+            assert len(shared) == end - first > 0
+            assert written.isdisjoint(shared), "a shared run is written"
+            self.num_shared_blocks += len(shared)
+            for row in rows:
+                state = self.rows[row]
+                assert state.blocks[first:end] == shared, "the rows of a run hold other blocks"
+                assert state.num_computed >= end * self.size, "a row of a run has not computed it"
+                contents = [self._read(state, position) for position in range(end * self.size)]
+                expected = [b"root"]
+                for position, token in enumerate(state.tokens[: end * self.size]):
+                    expected.append(link(expected[-1], token, position))
+                assert b"nan" in contents or contents == expected[1:], "a shared run holds other tokens' content"
 
     def _apply(self, step):
         for row in step.released:

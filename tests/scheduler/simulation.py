@@ -52,7 +52,13 @@ class Simulation:
         self.executor = ContentExecutor(num_blocks, block_size, self.config.max_running, vocab)
         self.disk = ColdDisk(self.executor.pool) if disk else None
         self.scheduler = Scheduler(
-            self.config, self.cache, self.clock, namespace_of=namespace_of, max_model_len=max_model_len, cold_tier=self.disk
+            self.config,
+            self.cache,
+            self.clock,
+            namespace_of=namespace_of,
+            max_model_len=max_model_len,
+            cold_tier=self.disk,
+            shared_tile_tokens=block_size,
         )
         if self.disk is not None:
             self.disk.post = self.end_load
