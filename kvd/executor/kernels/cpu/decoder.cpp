@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <new>
 #include <optional>
@@ -99,7 +100,7 @@ void Decoder::add_layer(DecoderLayer layer) {
 
 const std::vector<std::string>& Decoder::part_names() {
     static const std::vector<std::string> names = {"embed", "plan",    "norm", "qkv",  "rotate", "write_kv", "attend",
-                                                   "output", "gate_up", "silu", "down", "finite", "head"};
+                                                   "output", "gate_up", "silu", "down", "finite", "head", "sample"};
     return names;
 }
 
@@ -143,6 +144,7 @@ void Decoder::reserve(int64_t num_tokens) {
         const int64_t bytes = (capacity * elements * element_bytes + 63) / 64 * 64;
         array.data.reset(static_cast<uint8_t*>(std::aligned_alloc(64, static_cast<size_t>(bytes))));
         if (array.data == nullptr) throw std::bad_alloc();
+        std::memset(array.data.get(), 0, static_cast<size_t>(bytes));
     };
     capacity_ = 0;
     const int64_t compute_bytes = bytes_of(shape_.compute);
@@ -152,6 +154,12 @@ void Decoder::reserve(int64_t num_tokens) {
     allocate(normed_, std::max(shape_.hidden_size, shape_.num_heads * shape_.head_dim), compute_bytes);
     allocate(activated_, shape_.intermediate_size, compute_bytes);
     capacity_ = capacity;
+}
+
+void Decoder::greedy(const int64_t* tokens, int64_t num_rows, float* logits_out, int64_t* token_ids, bool* finite) {
+    logits(tokens, num_rows, logits_out);
+    Timer timer(*this, SAMPLE);
+    largest_of_rows(*pool_, logits_out, num_rows, vocab_size(), token_ids, finite);
 }
 
 void Decoder::multiply_parts(const Parts& parts, const void* x, int64_t ldx, int64_t num_rows, float* out, int64_t ldo, const float* bias, bool accumulate) {
@@ -361,6 +369,19 @@ void register_decoder(nb::module_& m) {
                 self.logits(tokens.data(), static_cast<int64_t>(tokens.shape(0)), reinterpret_cast<float*>(out_address));
             },
             nb::arg("tokens"), nb::arg("out_address"), "Float32 [len(tokens), vocab] of flat tokens of the last step, to `out_address`.")
+        .def(
+            "greedy",
+            [](Decoder& self, const Array<int64_t, 1>& tokens, uintptr_t logits_address,
+               const nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& token_ids,
+               const nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>& finite) {
+                require(token_ids.shape(0) == tokens.shape(0) && finite.shape(0) == tokens.shape(0), "tokens, token_ids, finite: one length");
+                nb::gil_scoped_release released;
+                self.greedy(tokens.data(), static_cast<int64_t>(tokens.shape(0)), reinterpret_cast<float*>(logits_address), token_ids.data(), finite.data());
+            },
+            nb::arg("tokens"), nb::arg("logits_address"), nb::arg("token_ids"), nb::arg("finite"),
+            "As logits; then the place of each row's largest, the first among equals, and whether all of the row are finite.")
+        .def("reserve", &Decoder::reserve, nb::arg("num_tokens"), "Touch the memory of a step of so many tokens.")
+        .def_prop_ro("vocab_size", &Decoder::vocab_size)
         .def("measure", &Decoder::measure, nb::arg("on"), "Count the seconds of each part of a step from now on, or no longer.")
         .def("take_times", [](Decoder& self) {
             nb::dict times;

@@ -66,6 +66,12 @@ public:
     // out [num_rows, vocab] of the tokens' hidden states. Throws std::out_of_range for a token that the last step did not have.
     void logits(const int64_t* tokens, int64_t num_rows, float* out);
 
+    // The logits, and of each row the first place of the largest and whether all are finite (largest_of_rows).
+    void greedy(const int64_t* tokens, int64_t num_rows, float* logits_out, int64_t* token_ids, bool* finite);
+
+    // Allocates and touches the memory of a step of so many tokens; longer steps do so when they come.
+    void reserve(int64_t num_tokens);
+
     int64_t vocab_size() const { return embedding_->n(); }
 
     // Seconds that each part took since the last call, in the order of part_names(); counted while it is switched on.
@@ -74,12 +80,11 @@ public:
     void measure(bool on) { measured_ = on; }
 
 private:
-    enum Part { EMBED, PLAN, NORM, QKV, ROTATE, WRITE_KV, ATTEND, OUTPUT, GATE_UP, SILU, DOWN, FINITE, HEAD, NUM_PARTS };
+    enum Part { EMBED, PLAN, NORM, QKV, ROTATE, WRITE_KV, ATTEND, OUTPUT, GATE_UP, SILU, DOWN, FINITE, HEAD, SAMPLE, NUM_PARTS };
     class Timer;
     struct Buffer;
 
     void check(const StepInput& input) const;
-    void reserve(int64_t num_tokens);
     void run_layer(const DecoderLayer& layer, int64_t index, const StepInput& input, const KvLayout& layout, const AttentionPlan& plan);
     void multiply_parts(const Parts& parts, const void* x, int64_t ldx, int64_t num_rows, float* out, int64_t ldo, const float* bias, bool accumulate);
 
