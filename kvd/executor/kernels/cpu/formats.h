@@ -20,6 +20,7 @@ struct PanelWork {
     const float* bias;          // at the panel's first output, or null
     bool accumulate;
     uint8_t* scratch;           // scratch_bytes(k) of this thread's own, 64-byte aligned
+    const float* prepared;      // prepared_floats(k) for each row, if the format wants them
 };
 using PanelKernel = void (*)(const PanelWork&);
 
@@ -32,6 +33,9 @@ struct FormatOps {
     void (*unpack_row)(const uint8_t* panel, int64_t k, int64_t output, float* out);
     // The kernel of the active instruction set for rows of type `compute`; null where the format does not take them.
     PanelKernel (*kernel)(Compute compute);
+    // What all panels need of the rows, made once a product: prepared_floats(k) for each row. Null: nothing.
+    int64_t (*prepared_floats)(int64_t k) = nullptr;
+    void (*prepare)(Compute compute, const void* x, int64_t ldx, int64_t num_rows, int64_t k, float* out) = nullptr;
 };
 
 const FormatOps& plain_ops(Format format);      // f32, bf16: matrix.cpp

@@ -3,17 +3,17 @@
 //
 // A panel of 64 outputs is a run of super-blocks of k; a super-block is a header with the scales of the 64 outputs, then its blocks (the k that
 // share a scale), each as four groups of 16 outputs. Every 32-bit lane of a group's 64-byte lines belongs to one output:
-//   Q8_0          lane l of a half line: k, k + 1 as two of its four bytes ([pair][16 outputs][2])
+//   Q8_0               a half of a lane is a pair of k: [pair][16 outputs][2]
 //   Q4_0, Q4_1, Q4_K   a line holds 8 k: nibble i of the low (high) 16 bits is k = 2 i (2 i + 1)
-//   Q6_K          two such lines with the low four bits, then one with the high two: bits 2 i of the low (high) 16 bits are k = 2 i (2 i + 1)
+//   Q6_K               two such lines with the low four bits, then one with the high two: bits 2 i, 2 i + 1 of the low (high) 16 bits are k = 2 i (2 i + 1)
 // Headers, arrays over the 64 outputs:
 //   Q8_0, Q4_0: half d[64].  Q4_1: half d[64], m[64].  Q4_K: half d[64], dmin[64]; uint8 sc[8][64], m[8][64].  Q6_K: half d[64]; int8 sc[16][64].
 #pragma once
 
 #include <cstdint>
 
+#include "formats.h"
 #include "matrix.h"
-#include "pool.h"
 #include "types.h"
 
 namespace kvd {
@@ -31,8 +31,6 @@ struct PanelFormat {
     constexpr int64_t super_bytes() const { return header_bytes + blocks() * block_bytes(); }
 };
 
-constexpr bool is_quantized(Format format) { return format != Format::f32 && format != Format::bf16; }
-
 constexpr PanelFormat panel_format(Format format) {
     switch (format) {
         case Format::q8_0:
@@ -46,37 +44,24 @@ constexpr PanelFormat panel_format(Format format) {
         case Format::q6_k:
             return {256, 16, 210, 1152, 192, false};
         default:
-            return {1, 1, 0, 0, 0, false};
+            return {};
     }
 }
 
-inline int64_t quantized_panel_bytes(Format format, int64_t k) { return k / panel_format(format).super_k * panel_format(format).super_bytes(); }
+// Many rows: a kernel expands so many k of a panel at once, with their scales, and keeps the totals of so many rows, in its scratch memory.
+constexpr int64_t EXPANDED_K = 512;
+constexpr int64_t ROWS_AT_ONCE = 256;
+constexpr int64_t QUANTIZED_SCRATCH_BYTES = (EXPANDED_K + 2 * EXPANDED_K / 16 + ROWS_AT_ONCE) * PANEL * 4;
 
-// Put one row of W, the file's blocks of k values, into its place in a panel. Rows come in any order; a row's bytes are its own.
-void quantized_pack_row(Format format, uint8_t* panel, int64_t row_in_panel, const void* file_blocks, int64_t k);
-
-// The row as float32 [k], the very values of ggml's dequantisation.
-void quantized_unpack_row(Format format, const uint8_t* panel, int64_t row_in_panel, int64_t k, float* out);
-
-// How GGUF files store the values of a tensor.
-enum class Storage : int { f32, f16, bf16, q8_0, q4_0, q4_1, q4_k, q5_k, q6_k };
-
-// Bytes of a row of k values.
-int64_t stored_row_bytes(Storage storage, int64_t k);
-
-// A stored row as float32 [k].
-void dequantize_row(Storage storage, const void* row, int64_t k, float* out);
-
-float half_to_float(uint16_t half);
-
+// The products of one instruction set.
 struct QuantizedTable {
-    void (*multiply)(Pool& pool, const Product& product);
+    PanelKernel (*kernel)(Format format, Compute compute);
+    // Sums of x over each block of 32 k: out[r][k / 32], the same for a row whatever the rows beside it.
+    void (*sum_blocks)(Compute compute, const void* x, int64_t ldx, int64_t num_rows, int64_t k, float* out);
 };
 
-#if defined(KVD_HAS_avx512) || defined(KVD_ISA_avx512)
-namespace avx512 { extern const QuantizedTable quantized_table; }
-namespace avx2 { extern const QuantizedTable quantized_table; }
-#endif
 namespace portable { extern const QuantizedTable quantized_table; }
+namespace avx2 { extern const QuantizedTable quantized_table; }
+namespace avx512 { extern const QuantizedTable quantized_table; }
 
 }  // namespace kvd
