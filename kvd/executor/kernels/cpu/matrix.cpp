@@ -7,11 +7,13 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "dispatch.h"
@@ -28,22 +30,35 @@ template <class T, int STEP>
 struct Plain {
     static int64_t panel_bytes(int64_t k) { return (k + STEP - 1) / STEP * STEP * PANEL * static_cast<int64_t>(sizeof(T)); }
 
-    static void store(T& to, float from) {
-        if constexpr (sizeof(T) == 4) to = from; else to = to_bf16(from);
+    static T converted(float from) {
+        if constexpr (sizeof(T) == 4) return from; else return to_bf16(from);
     }
-    static void store(T& to, bf16 from) {
-        if constexpr (sizeof(T) == 4) to = to_float(from); else to = from;
+    static T converted(bf16 from) {
+        if constexpr (sizeof(T) == 4) return to_float(from); else return from;
     }
 
+    // A step of one output is 32 bits wide: a float or a pair of bf16.
     template <class S>
     static void pack_from(uint8_t* panel, int64_t k, int64_t first, int64_t num_rows, const S* rows) {
-        constexpr int64_t BLOCK = 64 / sizeof(S);  // inputs of one cache line of a row
-        T* to = reinterpret_cast<T*>(panel);
-        for (int64_t begin = 0; begin < k; begin += BLOCK) {
-            const int64_t end = std::min(k, begin + BLOCK);
-            for (int64_t r = 0; r < num_rows; ++r)
-                for (int64_t i = begin; i < end; ++i) store(to[(i / STEP * PANEL + first + r) * STEP + i % STEP], rows[r * k + i]);
+        constexpr int64_t STEPS = 16;  // written together: 4 KiB of the panel, and about a cache line of each row
+        const int64_t whole = k / STEP;
+        for (int64_t begin = 0; begin < whole; begin += STEPS) {
+            const int64_t num = std::min(STEPS, whole - begin);
+            for (int64_t r = 0; r < num_rows; ++r) {
+                const S* from = rows + r * k + begin * STEP;
+                uint8_t* to = panel + (begin * PANEL + first + r) * 4;
+                for (int64_t i = 0; i < num; ++i) {
+                    T values[STEP];
+                    for (int64_t j = 0; j < STEP; ++j) values[j] = converted(from[i * STEP + j]);
+                    std::memcpy(to + i * PANEL * 4, values, 4);
+                }
+            }
         }
+        if (whole * STEP < k)
+            for (int64_t r = 0; r < num_rows; ++r) {
+                const T values[2] = {converted(rows[r * k + k - 1]), {}};
+                std::memcpy(panel + (whole * PANEL + first + r) * 4, values, 4);
+            }
     }
 
     static void pack(uint8_t* panel, int64_t k, int64_t first, int64_t num_rows, const void* rows, Compute source) {
@@ -68,6 +83,49 @@ constexpr int64_t MIN_PIECE_ROWS = 48;   // a panel is read from the second-leve
 constexpr int64_t MAX_PIECE_ROWS = 516;  // rows of a piece stay in the caches while panels pass
 constexpr int64_t ROW_GROUP = 6;         // rows that share a load of weights, at most
 
+// Zeroed memory, 64-byte aligned, and its owner.
+#if defined(__SANITIZE_ADDRESS__)
+std::pair<std::shared_ptr<void>, uint8_t*> zeroed_memory(size_t size) {
+    // Each matrix alone, so that the sanitizer sees what is read beyond its end.
+    auto* data = static_cast<uint8_t*>(std::aligned_alloc(64, size));
+    if (!data) throw std::bad_alloc();
+    std::memset(data, 0, size);
+    return {std::shared_ptr<void>(data, std::free), data};
+}
+#else
+// A run of address space aligned to huge pages that matrices lie in one after another: most are smaller than a huge page or not a multiple of it.
+struct Chunk {
+    static constexpr size_t SIZE = size_t{64} << 20;
+    static constexpr size_t HUGE_PAGE = size_t{2} << 20;
+    void* mapped;
+    size_t mapped_size;
+    uint8_t* begin;
+    size_t size, used = 0;
+
+    explicit Chunk(size_t at_least) : size(std::max(SIZE, (at_least + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE)) {
+        mapped_size = size + HUGE_PAGE;
+        mapped = mmap(nullptr, mapped_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (mapped == MAP_FAILED) throw std::bad_alloc();
+        begin = static_cast<uint8_t*>(mapped) + (HUGE_PAGE - reinterpret_cast<uintptr_t>(mapped) % HUGE_PAGE) % HUGE_PAGE;
+        madvise(begin, size, MADV_HUGEPAGE);
+    }
+    ~Chunk() { munmap(mapped, mapped_size); }
+    Chunk(const Chunk&) = delete;
+    Chunk& operator=(const Chunk&) = delete;
+};
+
+std::pair<std::shared_ptr<void>, uint8_t*> zeroed_memory(size_t size) {
+    static std::mutex one_at_a_time;
+    static std::weak_ptr<Chunk> last;  // it goes with its last matrix
+    const std::lock_guard lock(one_at_a_time);
+    auto chunk = last.lock();
+    if (!chunk || chunk->size - chunk->used < size) last = chunk = std::make_shared<Chunk>(size);
+    uint8_t* data = chunk->begin + chunk->used;
+    chunk->used += (size + 63) / 64 * 64;
+    return {std::move(chunk), data};
+}
+#endif
+
 const FormatOps& ops_of(Format format) { return format == Format::f32 || format == Format::bf16 ? plain_ops(format) : quantized_ops(format); }
 
 }  // namespace
@@ -80,16 +138,11 @@ const FormatOps& plain_ops(Format format) {
     return format == Format::f32 ? f32 : bf16;
 }
 
-void Matrix::Free::operator()(uint8_t* data) const { munmap(data, bytes); }
-
 Matrix::Matrix(Format format, int64_t n, int64_t k) : format_(format), n_(n), k_(k), panel_bytes_(0) {
     if (n < 1 || k < 1) throw std::invalid_argument("a matrix has at least one output and one input");
     panel_bytes_ = ops_of(format).panel_bytes(k);
-    const auto size = static_cast<size_t>(bytes());
-    void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) throw std::bad_alloc();
-    madvise(data, size, MADV_HUGEPAGE);
-    data_ = {static_cast<uint8_t*>(data), Free{size}};
+    auto [memory, data] = zeroed_memory(static_cast<size_t>(bytes()));
+    data_ = {data, Free{std::move(memory)}};
 }
 
 void Matrix::pack_rows(Pool& pool, int64_t first_row, int64_t num_rows, const void* rows, Compute source) {

@@ -2,7 +2,6 @@
 // x . W^T for any number of rows x. A row's sum has one order, k ascending, whatever the number of rows beside it.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -38,8 +37,8 @@ public:
 
 private:
     struct Free {
-        size_t bytes;
-        void operator()(uint8_t* data) const;
+        std::shared_ptr<void> memory;  // what the matrix lies in, with others
+        void operator()(uint8_t*) const {}
     };
     Format format_;
     int64_t n_, k_, panel_bytes_;
