@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install kvd on this machine: a venv in /opt/kvd, the unit, its user, its configuration, and the default model in /var/lib/kvd/models.
+# Install kvd on this machine: a venv in /opt/kvd, the units, its user, its configuration, and the default model in /var/lib/kvd/models.
 # It is what `make install` does on the machine that will run the daemon. Run as root from a checkout; run again to upgrade.
 #
 #   install.sh [--unit-only]    --unit-only: kvd is in PREFIX already, and the model is there or not needed
@@ -35,13 +35,15 @@ install_packages() {
   sources=$(mktemp -d)
   trap 'rm -rf "$sources"' EXIT
   cp -r pyproject.toml README.md LICENSE kvd clients "$sources"
-  "$PREFIX/bin/python" -m pip install --disable-pip-version-check ${CONSTRAINTS:+-c "$CONSTRAINTS"} "$sources/clients/python" "$sources"
+  "$PREFIX/bin/python" -m pip install --disable-pip-version-check ${CONSTRAINTS:+-c "$CONSTRAINTS"} "$sources/clients/python" "$sources[http]"
 }
 
 install_unit() {
   ln -sf "$PREFIX/bin/kvd" /usr/local/bin/kvd
-  install -D -m 644 systemd/kvd.service /etc/systemd/system/kvd.service
-  [ "$PREFIX" = /opt/kvd ] || sed -i "s#/opt/kvd/#$PREFIX/#" /etc/systemd/system/kvd.service
+  for unit in kvd.service kvd-gateway.service; do
+    install -D -m 644 "systemd/$unit" "/etc/systemd/system/$unit"
+    [ "$PREFIX" = /opt/kvd ] || sed -i "s#/opt/kvd/#$PREFIX/#" "/etc/systemd/system/$unit"
+  done
   install -D -m 644 systemd/kvd.sysusers.conf /usr/lib/sysusers.d/kvd.conf
   install -D -m 644 systemd/kvd.tmpfiles.conf /usr/lib/tmpfiles.d/kvd.conf
   [ -e /etc/kvd/kvd.toml ] || install -D -m 644 systemd/kvd.toml /etc/kvd/kvd.toml

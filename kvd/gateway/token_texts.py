@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from kvd_client.aio import AsyncClient
 from kvd_client.protocol.messages import TokenLogprob
+
+if TYPE_CHECKING:
+    from kvd_client.aio import AsyncClient
 
 _MAX_IDS_AT_ONCE = 4096
 

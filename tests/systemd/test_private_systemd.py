@@ -1,4 +1,4 @@
-"""The real unit under a real systemd: start, answer, crash, hang, drain, refuse."""
+"""The real units under a real systemd: start, answer, crash, hang, drain, refuse."""
 
 from __future__ import annotations
 
@@ -103,6 +103,25 @@ def test_a_started_service_answers_its_group_and_nobody_else(service: Service) -
         assert machine.run("stat", "--format=%a %U %G", f"/{path}").stdout.strip() == expected
     records = machine.journal("kvd")
     assert {"daemon", "storage"} <= {record.get("KVD_ROOM") for record in records}, "records come by journald's own protocol"
+
+
+def test_the_gateways_unit_answers_over_http_and_its_end_is_clean(service: Service) -> None:
+    machine = service.machine
+    assert machine.run("systemd-analyze", "verify", "kvd-gateway.service").stderr == ""
+    (machine.root / "etc/kvd/gateway.env").write_text("KVD_API_KEY=secret\n", encoding="utf-8")
+    machine.systemctl("start", "kvd-gateway")
+    wait_for(lambda: machine.show("kvd", "ActiveState")["ActiveState"] == "active", service.describe)
+    ask_over_http = """
+import json, urllib.request
+body = json.dumps({"prompt": "Who is there?", "max_tokens": 8, "temperature": 0}).encode()
+headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
+request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", body, headers)
+print(json.load(urllib.request.urlopen(request, timeout=30))["choices"][0]["text"], end="")
+"""
+    answer = machine.run("/opt/kvd/bin/python", "-c", ask_over_http)
+    assert answer.stdout == bytes(expected_tokens(b"Who is there?", 8, ignore_eos=False)).decode()
+    machine.systemctl("stop", "kvd-gateway")
+    assert machine.show("kvd-gateway", "Result", "NRestarts") == {"Result": "success", "NRestarts": "0"}
 
 
 def test_a_killed_service_comes_back_warm(service: Service) -> None:

@@ -53,9 +53,10 @@ def test_verify_would_have_found_a_misspelt_key(tmp_path: Path) -> None:
     assert "WatchdogSek" in analyze("verify", "--man=no", unit).stderr
 
 
-def test_exposure_is_small() -> None:
-    scored = analyze("security", "--offline=yes", "--no-pager", UNIT)
-    exposure = re.search(r"Overall exposure level for kvd\.service: ([\d.]+)", scored.stdout)
+@pytest.mark.parametrize("unit", [UNIT, FOLDER / "kvd-gateway.service"], ids=lambda unit: unit.name)
+def test_exposure_is_small(unit: Path) -> None:
+    scored = analyze("security", "--offline=yes", "--no-pager", unit)
+    exposure = re.search(rf"Overall exposure level for {re.escape(unit.name)}: ([\d.]+)", scored.stdout)
     assert exposure, scored.stdout + scored.stderr
     assert float(exposure[1]) <= MAX_EXPOSURE
 
