@@ -33,6 +33,10 @@ class ModelConfig:
         "auto",
         "`auto` (the weights' own on cuda; on cpu bfloat16 where the processor has bf16 instructions, else float32), `float32`, `bfloat16`, `float16` (cuda only)",
     )
+    kernels: str = key(
+        "auto",
+        "What computes on cpu: `auto` (kvd's native kernels where they are installed and compute the model, else torch), `native` (refuse to start without them), `torch`",
+    )
     max_model_len: int = key(0, "Positions of a sequence, prompt and output; 0: the model's own, at most 8192")
     threads: int = key(0, "Compute threads of the CPU executor; 0: the physical cores that this process may use")
     fake_step_ms: float = key(0.0, "Executor `fake`: milliseconds that a step takes")
@@ -47,6 +51,10 @@ class CacheConfig:
         "Bytes of the KV pool (suffixes KiB, MiB, GiB, TiB); 0: on cpu half of the free memory, at most 4 GiB; on cuda 0.9 of the free memory",
     )
     block_size_tokens: int = key(16, "Positions in a block")
+    kv_dtype: str = key(
+        "auto",
+        "How K and V are kept: `auto` (as the model is computed), `float32`, `bfloat16`, or `int8` (with a scale for each head and position: about half of bfloat16's memory, its effect is in docs/kernels.md); other than `auto` only with the native CPU kernels",
+    )
     free_watermark: float = key(0.05, "Fraction of the pool that background eviction keeps free")
     eviction_policy: str = key(
         "cost",

@@ -1,12 +1,13 @@
 """The paged KV pool of one KV group: one contiguous tensor, block-major, so that a block is one run of bytes.
 
-Shape ``[num_blocks, num_layers, 2, block_size_tokens, num_kv_heads, head_dim]``; a pool row is opaque outside the executor.
+A pool row is opaque outside the executor. ``KvPool`` holds it in the order that torch reads, ``[num_layers, 2, block_size_tokens, num_kv_heads,
+head_dim]``; ``native_kv_pool.NativeKvPool`` in that of the native kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -35,37 +36,30 @@ def row_bytes(spec: KvShape, dtype: torch.dtype, block_size_tokens: int) -> int:
     return spec.num_layers * 2 * block_size_tokens * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 
-class KvPool:
-    """``num_blocks`` rows of KV on ``device``, zero at first and with every page touched.
+class PoolRows:
+    """``num_blocks`` rows of ``row_bytes`` on ``device``, zero at first and with every page touched: a block's bytes, whatever their order.
+
+    ``dtype`` is that of the values of K and V.
 
     Raises:
         RuntimeError: torch could not allocate the pool.
     """
 
-    layout = LAYOUT
+    layout: str
+    """Names the order inside a row; part of the fingerprint."""
 
-    def __init__(self, spec: KvShape, num_blocks: int, block_size_tokens: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        self._spec = spec
+    def __init__(self, num_blocks: int, row_bytes: int, block_size_tokens: int, dtype: torch.dtype, device: torch.device | str) -> None:
         self.num_blocks = num_blocks
-        self.num_layers = spec.num_layers
-        self.num_kv_heads = spec.num_kv_heads
-        self.head_dim = spec.head_dim
+        self.row_bytes = row_bytes
         self.block_size_tokens = block_size_tokens
         self.dtype = dtype
         self.device = torch.device(device)
-        self.row_bytes = row_bytes(spec, dtype, block_size_tokens)
-        shape = (num_blocks, spec.num_layers, 2, block_size_tokens, spec.num_kv_heads, spec.head_dim)
         # fill_ and not torch.zeros: calloc would leave the pages to the first request
-        self._blocks = torch.empty(shape, dtype=dtype, device=self.device).fill_(0)
-        self._rows = self._blocks.view(num_blocks, -1).view(torch.uint8)
-        self.planes = self._blocks.view(num_blocks * spec.num_layers * 2, -1)
-        """K or V of one layer of one block a row: ``(block * num_layers + layer) * 2 + kv``, kv 0 for K."""
-        self.positions = self._blocks.view(-1, spec.num_kv_heads * spec.head_dim)
-        """K or V of one position a row: ``plane * block_size_tokens + offset``."""
+        self._rows = torch.empty((num_blocks, row_bytes), dtype=torch.uint8, device=self.device).fill_(0)
 
-    def scratch(self, num_blocks: int) -> KvPool:
-        """Another pool of the same layout."""
-        return KvPool(self._spec, num_blocks, self.block_size_tokens, self.dtype, self.device)
+    def scratch(self, num_blocks: int) -> Self:
+        """Another pool of the same kind, for steps that nobody keeps."""
+        raise NotImplementedError
 
     def read_blocks(self, block_ids: Sequence[BlockId], memory: memoryview) -> None:
         """Copy rows into writable ``memory``, ``len(block_ids) * row_bytes`` long, byte for byte.
@@ -112,3 +106,25 @@ class KvPool:
 
     def _ids(self, ids: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(ids).to(self.device)
+
+
+class KvPool(PoolRows):
+    """Rows in the order ``[num_layers, 2, block_size_tokens, num_kv_heads, head_dim]``."""
+
+    layout = LAYOUT
+
+    def __init__(self, spec: KvShape, num_blocks: int, block_size_tokens: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__(num_blocks, row_bytes(spec, dtype, block_size_tokens), block_size_tokens, dtype, device)
+        self._spec = spec
+        self.num_layers = spec.num_layers
+        self.num_kv_heads = spec.num_kv_heads
+        self.head_dim = spec.head_dim
+        values = self._rows.view(-1).view(dtype)
+        self.planes = values.view(num_blocks * spec.num_layers * 2, -1)
+        """K or V of one layer of one block a row: ``(block * num_layers + layer) * 2 + kv``, kv 0 for K."""
+        self.positions = values.view(-1, spec.num_kv_heads * spec.head_dim)
+        """K or V of one position a row: ``plane * block_size_tokens + offset``."""
+
+    def scratch(self, num_blocks: int) -> Self:
+        """Another pool of the same kind, for steps that nobody keeps."""
+        return type(self)(self._spec, num_blocks, self.block_size_tokens, self.dtype, self.device)
