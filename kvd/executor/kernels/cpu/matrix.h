@@ -30,6 +30,7 @@ public:
     int64_t num_panels() const { return (n_ + PANEL - 1) / PANEL; }
     int64_t panel_bytes() const { return panel_bytes_; }
     const uint8_t* panel(int64_t index) const { return data_.get() + index * panel_bytes_; }
+    uint8_t* writable_panel(int64_t index) { return data_.get() + index * panel_bytes_; }
     int64_t bytes() const { return num_panels() * panel_bytes_; }
 
     // Row `row` of W as float32 [k]: the lookup of an embedding that is also the head.

@@ -6,6 +6,7 @@
 NB_MODULE(_cpu, m) {
     kvd::register_pool(m);
     kvd::register_matrix(m);
+    kvd::register_loading(m);
     kvd::register_attention(m);
     kvd::register_elementwise(m);
     kvd::register_decoder(m);

@@ -7,6 +7,7 @@ namespace kvd {
 
 void register_pool(nanobind::module_& m);
 void register_matrix(nanobind::module_& m);
+void register_loading(nanobind::module_& m);
 void register_attention(nanobind::module_& m);
 void register_elementwise(nanobind::module_& m);
 void register_decoder(nanobind::module_& m);
