@@ -45,3 +45,8 @@ class GgufSource:
         for start in range(0, stored.shape[0], step):
             run = dequantize(stored[start : start + step], kind)
             yield torch.from_numpy(run if run.flags.writeable else run.copy())
+
+    def stored(self, name: str) -> tuple[int, str]:
+        """See ``WeightSource.stored``."""
+        tensor = self._file.tensors[name]
+        return np.frombuffer(self._file.map, dtype=np.uint8, count=1, offset=tensor.offset_bytes).ctypes.data, tensor.storage

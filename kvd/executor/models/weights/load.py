@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvd.executor.models.decoder import Decoder, allocate_weights
+from kvd.executor.models.decoder import Decoder, DecoderWeights, allocate_weights
 from kvd.executor.models.spec import ModelError, ModelSpec
 from kvd.executor.models.weights.plan import Assignment, assign, check_names
 
@@ -37,6 +37,9 @@ class WeightSource(Protocol):
     def read(self, name: str) -> Iterator[Tensor]:
         """The tensor in runs of whole rows, in any float dtype, on the CPU."""
 
+    def stored(self, name: str) -> tuple[int, str]:
+        """Where the tensor's stored bytes lie in memory while this source lives, mapped from the file, and in which of GGUF's storage types."""
+
 
 def load_decoder(
     path: Path,
@@ -58,14 +61,14 @@ def load_decoder(
     """
     device = torch.device(device)
     check_dtype(dtype, device)
-    source = _open_source(path, spec)
+    source = open_source(path, spec)
     weights = allocate_weights(spec, dtype=dtype, device=device)
-    plan = assign(spec, weights)
+    plan = assign(spec)
     check_names(plan, source.shapes, source.ignored, source.origin)
     total = sum(source.sizes_bytes[item.name] for item in plan)
     done = 0
     for item in plan:
-        _fill(item, source.read(item.name), spec.head_dim)
+        _fill(_target(weights, item), item, source.read(item.name), spec.head_dim)
         done += source.sizes_bytes[item.name]
         if progress is not None:
             progress(done, total)
@@ -82,7 +85,8 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
         raise ModelError("dtype float16 is for cuda only; on cpu use bfloat16 or float32")
 
 
-def _open_source(path: Path, spec: ModelSpec) -> WeightSource:
+def open_source(path: Path, spec: ModelSpec) -> WeightSource:
+    """The tensors at ``path``, in the spec's format."""
     if spec.weights_format == "gguf":
         from kvd.executor.models.weights.gguf import GgufSource
 
@@ -92,14 +96,19 @@ def _open_source(path: Path, spec: ModelSpec) -> WeightSource:
     return SafetensorsSource(path, spec)
 
 
-def _fill(item: Assignment, runs: Iterator[Tensor], head_dim: int) -> None:
+def _target(weights: DecoderWeights, item: Assignment) -> Tensor:
+    tensor: Tensor = getattr(weights if item.layer is None else weights.layers[item.layer], item.part)
+    return tensor[item.first_row : item.first_row + item.num_rows]
+
+
+def _fill(target: Tensor, item: Assignment, runs: Iterator[Tensor], head_dim: int) -> None:
     if len(item.shape) == 1:
-        item.target.copy_(next(runs))
+        target.copy_(next(runs))
         return
     start = 0
     for run in runs:
         rows = _halves_apart(run, head_dim) if item.interleaved else run
-        item.target[start : start + rows.shape[0]].copy_(rows)
+        target[start : start + rows.shape[0]].copy_(rows)
         start += rows.shape[0]
 
 

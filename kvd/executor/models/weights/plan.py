@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from kvd.executor.models.decoder import DecoderWeights, LayerWeights
 from kvd.executor.models.spec import Architecture, ModelSpec, WeightsError
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One tensor of the file and the slice that it fills.
+    """One tensor of the file and the slice of the decoder's weights that it fills.
 
-    ``shape`` is what the file must have. A vector fills its target by broadcast. With ``interleaved`` the rows of each head alternate
-    between the two halves (the order of rotary pairs in GGUF's llama) and are put back.
+    ``shape`` is what the file must have. ``part`` is a field of ``LayerWeights``, or without a ``layer`` of ``DecoderWeights``; the tensor fills
+    its rows (elements, of a vector) from ``first_row`` on. A head's norm fills ``num_rows`` rows, each with the same. With ``interleaved`` the rows of
+    each head alternate between the two halves (the order of rotary pairs in GGUF's llama) and are put back.
     """
 
     name: str
     shape: tuple[int, ...]
-    target: Tensor
+    layer: int | None
+    part: str
+    first_row: int
+    num_rows: int
     interleaved: bool = False
 
 
@@ -83,41 +84,48 @@ GGUF_NAMES = NameTable(
 )
 
 
-def assign(spec: ModelSpec, weights: DecoderWeights) -> list[Assignment]:
+def assign(spec: ModelSpec) -> list[Assignment]:
     """Every tensor the weight file must hold, in the order of the computation."""
     names = GGUF_NAMES if spec.weights_format == "gguf" else HF_NAMES
-    plan = [_matrix(names.embedding, weights.embedding)]
-    for index, layer in enumerate(weights.layers):
-        plan += _layer(spec, names, names.layer.format(index), layer)
-    plan.append(_matrix(names.final_norm, weights.final_norm))
+    table = (spec.vocab_size, spec.hidden_size)
+    plan = [_whole(names.embedding, table, None, "embedding")]
+    for layer in range(spec.num_layers):
+        plan += _layer(spec, names, names.layer.format(layer), layer)
+    plan.append(_whole(names.final_norm, (spec.hidden_size,), None, "final_norm"))
     if not spec.tied_head:
-        plan.append(_matrix(names.head, weights.head))
+        plan.append(_whole(names.head, table, None, "head"))
     return plan
 
 
-def _matrix(name: str, target: Tensor, *, interleaved: bool = False) -> Assignment:
-    return Assignment(f"{name}.weight", tuple(target.shape), target, interleaved)
+def _whole(name: str, shape: tuple[int, ...], layer: int | None, part: str) -> Assignment:
+    return Assignment(f"{name}.weight", shape, layer, part, 0, shape[0])
 
 
-def _layer(spec: ModelSpec, names: NameTable, prefix: str, layer: LayerWeights) -> Iterator[Assignment]:
+def _layer(spec: ModelSpec, names: NameTable, prefix: str, layer: int) -> Iterator[Assignment]:
+    hidden, context = spec.hidden_size, spec.num_heads * spec.head_dim
     interleaved = spec.weights_format == "gguf" and spec.architecture is Architecture.LLAMA
-    sizes = tuple(heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
-    parts = (names.query, names.key, names.value)
-    yield _matrix(prefix + names.attention_norm, layer.attention_norm)
-    for part, rows in zip(parts, layer.qkv.split(sizes), strict=True):
-        yield _matrix(prefix + part, rows, interleaved=interleaved and part != names.value)
-    if layer.qkv_bias is not None:
-        for part, rows in zip(parts, layer.qkv_bias.split(sizes), strict=True):
-            yield Assignment(f"{prefix}{part}.bias", tuple(rows.shape), rows)
-    if layer.qk_norm is not None:
-        heads = layer.qk_norm.split((spec.num_heads, spec.num_kv_heads))
-        for part, rows in zip((names.query_norm, names.key_norm), heads, strict=True):
-            yield Assignment(f"{prefix}{part}.weight", (spec.head_dim,), rows)
-    yield _matrix(prefix + names.output, layer.output)
-    yield _matrix(prefix + names.feed_forward_norm, layer.feed_forward_norm)
-    for part, rows in zip((names.gate, names.up), layer.gate_up.split(spec.intermediate_size), strict=True):
-        yield _matrix(prefix + part, rows)
-    yield _matrix(prefix + names.down, layer.down)
+    projections = (
+        (names.query, 0, spec.num_heads, interleaved),
+        (names.key, spec.num_heads, spec.num_kv_heads, interleaved),
+        (names.value, spec.num_heads + spec.num_kv_heads, spec.num_kv_heads, False),
+    )
+    yield _whole(prefix + names.attention_norm, (hidden,), layer, "attention_norm")
+    for name, first, heads, turned in projections:
+        rows = heads * spec.head_dim
+        yield Assignment(f"{prefix}{name}.weight", (rows, hidden), layer, "qkv", first * spec.head_dim, rows, turned)
+    if spec.qkv_bias:
+        for name, first, heads, _ in projections:
+            rows = heads * spec.head_dim
+            yield Assignment(f"{prefix}{name}.bias", (rows,), layer, "qkv_bias", first * spec.head_dim, rows)
+    if spec.qk_norm:
+        for name, (_, first, heads, _) in zip((names.query_norm, names.key_norm), projections, strict=False):
+            yield Assignment(f"{prefix}{name}.weight", (spec.head_dim,), layer, "qk_norm", first, heads)
+    yield _whole(prefix + names.output, (hidden, context), layer, "output")
+    yield _whole(prefix + names.feed_forward_norm, (hidden,), layer, "feed_forward_norm")
+    inner = spec.intermediate_size
+    for first, name in ((0, names.gate), (inner, names.up)):
+        yield Assignment(f"{prefix}{name}.weight", (inner, hidden), layer, "gate_up", first, inner)
+    yield _whole(prefix + names.down, (hidden, inner), layer, "down")
 
 
 def check_names(plan: list[Assignment], shapes: Mapping[str, tuple[int, ...]], ignored: frozenset[str], origin: str) -> None:

@@ -38,6 +38,11 @@ class SafetensorsSource:
         """The tensor in one piece, mapped and not copied."""
         yield self._files[name].get_tensor(name)
 
+    def stored(self, name: str) -> tuple[int, str]:
+        """See ``WeightSource.stored``."""
+        file = self._files[name]
+        return file.get_tensor(name).data_ptr(), file.get_slice(name).get_dtype()
+
     def _open(self, path: Path) -> None:
         try:
             file = safe_open(path, framework="pt", device="cpu")
