@@ -37,6 +37,10 @@ class ModelConfig:
         "auto",
         "What computes on cpu: `auto` (kvd's native kernels where they are installed and compute the model, else torch), `native` (refuse to start without them), `torch`",
     )
+    weights: str = key(
+        "auto",
+        "How a GGUF file's quantised weights are computed with: `auto` (as they are where the native kernels compute: Q8_0, Q4_0, Q4_1, Q4_K and Q6_K stay quantised in memory; elsewhere, and other types, converted to `dtype`), `dequantised` (all converted to `dtype`)",
+    )
     max_model_len: int = key(0, "Positions of a sequence, prompt and output; 0: the model's own, at most 8192")
     threads: int = key(0, "Compute threads of the CPU executor; 0: the physical cores that this process may use")
     fake_step_ms: float = key(0.0, "Executor `fake`: milliseconds that a step takes")

@@ -79,6 +79,7 @@ _BY_NAME: Mapping[str, Rule] = MappingProxyType(
         "device": Rule("`auto`, `cpu`, `cuda`, `cuda:N`", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None),
         "dtype": _one_of("auto", "float32", "bfloat16", "float16"),
         "kernels": _one_of("auto", "native", "torch"),
+        "weights": _one_of("auto", "dequantised"),
         "max_model_len": _at_least(0),
         "threads": _at_least(0),
         "fake_step_ms": _at_least(0),
