@@ -52,8 +52,9 @@ test-pure: $(PURE)/.ready
 test-full: test-pure model
 	$(PYTEST) -m "$(IMPURE) or full" --timeout 1800
 
+# Without peers kvd alone: make bench PEERS="--peer vllm=http://127.0.0.1:8101 --server-command vllm='…'".
 bench: model
-	$(BIN)/python tests/bench/bench_daemon.py --out docs/benchmarks.md
+	$(BIN)/python tests/bench/bench_peers_table.py --out bench.json --page docs/benchmarks.md $(PEERS)
 
 # No model and no chance: the same figures on every machine.
 bench-trace: setup

@@ -62,7 +62,11 @@ def uneven_prompts(result: Result) -> list[str]:
         counts = {
             each["target"]: tuple(request["prompt_tokens"] for request in each["requests"])
             for each in result.samples
-            if each["key"] == key and each["round"] == 0 and each["repeat"] == 0 and each["point"]["scenario"] != "multi-turn"
+            if each["key"] == key
+            and each["round"] == 0
+            and each["repeat"] == 0
+            and each["point"]["scenario"] != "multi-turn"
+            and "n" not in each["point"]
         }
         if len(set(counts.values())) > 1:
             sums = ", ".join(f"{name} {sum(tokens)}" for name, tokens in counts.items())

@@ -41,11 +41,14 @@ class KvdServer:
 
     async def ask(self, ask: Ask) -> Answer:
         """See ``Server``."""
+        return await self._stream(ask, b"")
+
+    async def _stream(self, ask: Ask, cache_salt: bytes) -> Answer:
         answer = Answer(time.perf_counter())
         texts: list[str] = []
         try:
             stream = await self._client.chat(
-                ask.messages, stream=True, max_tokens=ask.max_tokens, n=ask.n, temperature=0.0, ignore_eos=True
+                ask.messages, stream=True, max_tokens=ask.max_tokens, n=ask.n, temperature=0.0, ignore_eos=True, cache_salt=cache_salt
             )
             async for chunk in stream:
                 if chunk.token_ids:
@@ -96,6 +99,10 @@ class KvdServer:
             except OSError:
                 return None
         return int(pid)
+
+    async def figures(self) -> dict[str, float]:
+        """Nothing besides."""
+        return {}
 
     async def aclose(self) -> None:
         """Close the client."""

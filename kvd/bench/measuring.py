@@ -91,6 +91,9 @@ class Server(Protocol):
     async def pid(self) -> int | None:
         """The server's process, where the target tells."""
 
+    async def figures(self) -> dict[str, float]:
+        """What the client itself found since the last call, besides the answers."""
+
     async def aclose(self) -> None:
         """Let the connection go."""
 

@@ -144,5 +144,9 @@ class OpenAiServer:
         """The API has no such thing."""
         return None
 
+    async def figures(self) -> dict[str, float]:
+        """Nothing besides."""
+        return {}
+
     async def aclose(self) -> None:
         """Each request has a connection of its own: nothing is open."""

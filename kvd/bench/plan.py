@@ -42,6 +42,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "first_token_s": Metric("s", is_rate=False),
         "hit_rate": Metric("of the prompt tokens"),
         "reused_tokens": Metric("tokens"),
+        "peak_blocks": Metric("blocks", is_rate=False),
         "late_s": Metric("s", is_rate=False),
     }
 )
@@ -98,19 +99,6 @@ HEADLINE: Mapping[str, str] = MappingProxyType(
     }
 )
 """Every scenario, and the figure that it is run for."""
-
-SUMMARIES: Mapping[str, str] = MappingProxyType(
-    {
-        "prefill": "prompts never seen, one token of output",
-        "decode": "short prompts, long answers; only the time in which all streams run counts",
-        "shared-prefix": "requests with one long system prompt and a question each; --cold: never seen before",
-        "prefix-hit": "one system prompt: its first question, then others one after another",
-        "mixed": "three chats for each long prompt, side by side",
-        "multi-turn": "conversations that grow, several users side by side",
-        "restart": "SIGKILL, a new start, and the first question on a known system prompt (needs --server-command)",
-        "trace": "arrivals, lengths and shared prefixes of a recorded hour (needs --trace)",
-    }
-)
 
 
 def expand(

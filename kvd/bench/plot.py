@@ -73,7 +73,9 @@ def _curves(samples: Sequence[Mapping[str, object]], names: Sequence[str]) -> tu
             assert isinstance(point, dict)
             if name in metrics:
                 values.setdefault(str(sample["target"]), {}).setdefault(point.get("concurrency", 1), []).append(metrics[name])
-        curves = {target: {width: statistics.median(each) for width, each in by_width.items()} for target, by_width in values.items()}
+        curves: dict[str, Curve] = {
+            target: {width: statistics.median(each) for width, each in by_width.items()} for target, by_width in values.items()
+        }
         if any(len(curve) > 1 for curve in curves.values()):
             return name, curves
     return None

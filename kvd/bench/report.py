@@ -13,6 +13,12 @@ from kvd.bench.plan import HEADLINE, METRICS
 from kvd.bench.ratios import Ratio
 from kvd.bench.results import Result
 
+_HOW_TO = (
+    "`make bench` measures kvd alone and writes this page; `make bench PEERS=\"--peer NAME=URL --server-command NAME='COMMAND' …\"` with peers in the same run. On a quiet machine:",
+    "one busy neighbour halves everything on two cores, and `other processes' cores` below tells of one. `kvd bench run` measures single scenarios against any server;",
+    "[operations.md](operations.md#benchmarks) describes it, its figures and its file.",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -143,7 +149,7 @@ def page(result: Result, sections: Mapping[str, Sequence[Claim]], *, command: st
     lines += ["## Where kvd is behind", ""]
     for heading, rows in judged.items():
         lines += [f"{heading}:", "", *_behind(rows), ""]
-    lines += ["## All figures", "", *_all_figures(result), *_notes(result)]
+    lines += ["## How to measure", "", *_HOW_TO, "", "## All figures", "", *_all_figures(result), *_notes(result)]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -20,7 +20,7 @@ async def restart(server: Server, setting: Setting, launched: Launched, *, settl
     def ask(name: str) -> Ask:
         return Ask(prompts.chat(system, prompts.question(f"{setting.seed}/{name}", 1)), point.output_tokens)
 
-    await server.pin("kvd-bench restart", prompts.chat(system, "")[:1])
+    await server.pin("kvd-bench.restart", prompts.chat(system, "")[:1])
     before = [await server.ask(ask(f"before {number}")) for number in range(max(2, point.requests))]
     await asyncio.sleep(settle_s)
     launched.kill()

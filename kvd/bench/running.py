@@ -183,9 +183,13 @@ class Runner:
         assert self.result.sizing is not None
         setting = Setting(point, seed_of(self.result.seed, place.key, place.round, place.repeat), self.result.sizing)
         pid = await target.server_pid()
+        await target.server.figures()
         with Watch(None if point.scenario == "restart" else pid) as watch:
             measured = await self._run(target, setting)
+        measured.metrics |= await target.server.figures()
         pid = await target.server_pid()
+        same = {"key": place.key, "target": place.target, "round": place.round}
+        self.result.failures[:] = [each for each in self.result.failures if {name: each[name] for name in same} != same]
         self.result.samples.append(
             {
                 "key": place.key,

@@ -87,7 +87,7 @@ async def shared_prefix(server: Server, setting: Setting) -> Measured:
         {
             "output_tokens_per_s": sum(each.completion_tokens for each in answers) / wall_s,
             **_ttfts(answers),
-            **_gaps(answers),
+            **(_gaps(answers) if point.n == 1 else {}),
             **_hit_rate(answers),
         },
         answers,

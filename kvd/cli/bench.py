@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,33 +41,28 @@ def bench_errors() -> Iterator[None]:
         raise CommandError(str(error), _EXITS[error.kind]) from error
 
 
-class Numbers(click.ParamType):
-    """Positive whole numbers with commas between them."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        try:
-            found = value if isinstance(value, tuple) else tuple(int(each) for each in value.split(","))
-        except ValueError:
-            found = ()
-        if not found or min(found) < 1:
-            self.fail(f"{value!r} is not a list of positive numbers such as 1,4,16", param, ctx)
-        return found
+def _numbers(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """Positive whole numbers with commas between them; none where nothing was given."""
+    if value is None:
+        return ()
+    try:
+        found = tuple(int(each) for each in value.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise click.BadParameter(f"{value!r} is not a list of positive numbers such as 1,4,16")
+    return found
 
 
-class Named(click.ParamType):
-    """NAME=VALUE."""
-
-    name = "named"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        if isinstance(value, tuple):
-            return value
+def _named(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE, any number of times."""
+    found = {}
+    for value in values:
         name, sign, rest = value.partition("=")
         if not sign or not name or not rest:
-            self.fail(f"{value!r} is not NAME=VALUE", param, ctx)
-        return name, rest
+            raise click.BadParameter(f"{value!r} is not NAME=VALUE")
+        found[name] = rest
+    return found
 
 
 @click.group()
@@ -76,13 +72,22 @@ def group() -> None:
 
 @group.command("run")
 @click.argument("scenarios", nargs=-1, required=True, metavar="SCENARIO...", type=click.Choice(_SCENARIOS))
-@click.option("--compare", "compared", multiple=True, type=Named(), metavar="NAME=URL", help="A target, http(s)://… or a kvd endpoint; several are measured in turns, and ratios are against the first. Without it the daemon of --connect.")  # fmt: skip
-@click.option("--server-command", "commands", multiple=True, type=Named(), metavar="NAME=COMMAND", help="Start a target by this command line, measure it, and kill it before the next one starts: two servers never share the processors.")  # fmt: skip
-@click.option("--pid", "pids", multiple=True, type=Named(), metavar="NAME=PID", help="A target's process, for memory and processor time; known without it for --server-command and ipc endpoints.")  # fmt: skip
+@click.option("--compare", "compared", multiple=True, callback=_named, metavar="NAME=URL", help="A target, http(s)://… or a kvd endpoint; several are measured in turns, and ratios are against the first. Without it the daemon of --connect.")  # fmt: skip
+@click.option("--server-command", "commands", multiple=True, callback=_named, metavar="NAME=COMMAND", help="Start a target by this command line, measure it, and kill it before the next one starts: two servers never share the processors.")  # fmt: skip
+@click.option("--pid", "pids", multiple=True, callback=_named, metavar="NAME=PID", help="A target's process, for memory and processor time; known without it for --server-command and ipc endpoints.")  # fmt: skip
 @click.option("--model", default="", metavar="NAME", help="The model's name in OpenAI requests. [default: the first that is listed]")
-@click.option("--concurrency", type=Numbers(), default="1,4,8,16", show_default=True, help="Requests under way at once; the sweep.")
-@click.option("--prompt-tokens", type=Numbers(), default="1550", show_default=True, help="Prompt lengths of prefill and mixed.")
-@click.option("--prefix-tokens", type=Numbers(), default="1000", show_default=True, help="System prompt lengths of shared-prefix, prefix-hit, multi-turn and restart.")  # fmt: skip
+@click.option(
+    "--concurrency",
+    callback=_numbers,
+    metavar="N,N,…",
+    default="1,4,8,16",
+    show_default=True,
+    help="Requests under way at once; the sweep.",
+)
+@click.option(
+    "--prompt-tokens", callback=_numbers, metavar="N,N,…", default="1550", show_default=True, help="Prompt lengths of prefill and mixed."
+)
+@click.option("--prefix-tokens", callback=_numbers, metavar="N,N,…", default="1000", show_default=True, help="System prompt lengths of shared-prefix, prefix-hit, multi-turn and restart.")  # fmt: skip
 @click.option("--output-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Tokens of an answer; decode takes twice as many.")  # fmt: skip
 @click.option("--requests", type=click.IntRange(min=1), default=16, show_default=True, help="Requests of shared-prefix, mixed and trace.")
 @click.option("--turns", type=click.IntRange(min=2), default=4, show_default=True, help="Turns of each conversation of multi-turn.")
@@ -162,13 +167,13 @@ def make_targets(connection: Connection, logs: Path, options: Mapping[str, Any])
     from kvd.bench.launching import Launched
     from kvd.bench.running import Target
 
-    urls = dict(options["compared"]) or {"kvd": connection.endpoint or ""}
-    commands, pids = dict(options["commands"]), dict(options["pids"])
+    urls = options["compared"] or {"kvd": connection.endpoint or ""}
+    commands, pids = options["commands"], options["pids"]
     if unknown := (commands.keys() | pids.keys()) - urls.keys():
         raise click.UsageError(f"no target is named {min(unknown)}: --compare {min(unknown)}=URL says where it answers")
     if not all(pid.isdigit() for pid in pids.values()):
         raise click.UsageError("--pid takes NAME=PID, a number")
-    targets = []
+    targets: list[Target] = []
     for name, url in urls.items():
         server = server_at(url, connection, options["model"], options["timeout_s"])
         launched = None
@@ -195,23 +200,14 @@ async def with_progress(runner: Runner) -> Result:
     """Run with a bar on a terminal, else with a line on standard error for each measurement."""
     from kvd.bench.running import Progress
 
-    if not click.get_text_stream("stderr").isatty():
+    if not sys.stderr.isatty():
         runner.progress = Progress(said=lambda line: click.echo(line, err=True))
         return await runner.run()
-    doing = [""]
+    bar: Any
     with click.progressbar(
-        length=runner.total(),
-        label="kvd bench",
-        item_show_func=lambda _: doing[0][:60],
-        show_pos=True,
-        file=click.get_text_stream("stderr"),
+        length=runner.total(), label="kvd bench", item_show_func=lambda line: str(line or "")[:60], update_min_steps=0, file=sys.stderr
     ) as bar:
-
-        def said(line: str) -> None:
-            doing[0] = line
-            bar.update(0, line)
-
-        runner.progress = Progress(said=said, advanced=lambda number: bar.update(number, doing[0]))
+        runner.progress = Progress(said=lambda line: bar.update(0, line), advanced=bar.update)
         return await runner.run()
 
 
@@ -255,3 +251,45 @@ def report_command(*, files: tuple[Path, ...], plot_file: Path | None, as_json: 
         if plot_file is not None:
             write_plot(result, plot_file)
     return Exit.OK
+
+
+@group.command("sweep")
+@click.argument("kind", metavar="KIND", type=click.Choice(("block-size", "head-dim", "sharing")))
+@click.option(
+    "--values", callback=_numbers, metavar="N,N,…", help="What is swept over. [default: 8,16,32,64 for block-size, 32,64,128 for head-dim]"
+)
+@click.option("--model", default="", metavar="MODEL", help="As for `kvd serve`, for block-size and sharing. [default: the default model]")
+@click.option("--executor", default="torch", show_default=True, help="As for `kvd serve`.")
+@click.option("--kv-memory", default="512MiB", show_default=True, metavar="SIZE", help="As for `kvd serve`.")
+@click.option("--prefix-tokens", type=click.IntRange(min=1), default=1000, show_default=True, help="Prompt and prefix length.")
+@click.option("--output-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Tokens of an answer; decode takes twice as many.")  # fmt: skip
+@click.option("--width", type=click.IntRange(min=1), default=8, show_default=True, help="Streams at once; sharing: answers of each prompt.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Visits of each variant, in turns.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Draws the prompts.")
+@click.option(
+    "--out", type=_FILE, metavar="FILE", help="Write the result as JSON after each measurement; a file that is there is gone on with."
+)
+@json_option
+def sweep_command(*, kind: str, as_json: bool, **options: Any) -> int:
+    """Start a daemon for each variant, in turns, and compare them.
+
+    \b
+    block-size  positions in a block
+    head-dim    random models of the same size whose heads have other dimensions
+    sharing     several answers to one prompt: nothing shared, prefixes only, with copy-on-write
+    """  # noqa: D301  click's mark
+    with bench_errors(), tempfile.TemporaryDirectory(prefix="kvd-sweep-") as root:
+        _show(asyncio.run(_sweep(kind, Path(root), options)), as_json=as_json)
+    return Exit.OK
+
+
+async def _sweep(kind: str, root: Path, options: Mapping[str, Any]) -> Result:
+    from kvd.bench.running import Runner
+    from kvd.bench.sweeps import DEFAULTS, Sweep
+
+    model = ("--model", options["model"]) if options["model"] and kind != "head-dim" else ()
+    arguments = (*model, "--executor", options["executor"], "--kv-memory", options["kv_memory"])
+    sweep = Sweep(kind, options["values"] or DEFAULTS[kind], arguments, root)
+    entries = sweep.entries(prefix_tokens=options["prefix_tokens"], output_tokens=options["output_tokens"], width=options["width"])
+    runner = Runner(entries, sweep.targets(), options["rounds"], begun_result(options["out"], options["seed"]), out=options["out"])
+    return await with_progress(runner)

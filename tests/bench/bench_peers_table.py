@@ -1,19 +1,20 @@
 """Compare kvd with other servers on the same weights, and write docs/benchmarks.md.
 
-    python tests/bench/bench_peers_table.py --ours kvd=ipc:///tmp/kvd.sock --ours kvd-gateway=http://127.0.0.1:8100 --peer vllm=http://127.0.0.1:8101 \\
-        --peer llama=http://127.0.0.1:8102 --server-command kvd='…' --server-command vllm='…' … --rounds 2 --out peers.json --page docs/benchmarks.md
+    python tests/bench/bench_peers_table.py --peer vllm=http://127.0.0.1:8101 --server-command vllm='…' --peer llama=http://127.0.0.1:8102 \\
+        --server-command llama='…' --peer-quantised llama-q41=http://127.0.0.1:8104 --server-command llama-q41='…' --out peers.json --page docs/benchmarks.md
 
-Each target is started, measured and killed before the next one starts. The result is written after each measurement: run the same command again, with more
-rounds if wanted, and it goes on. ``--only NAME=ROW,ROW`` leaves out rows that a target is known to lose or takes minutes for; ``--quantised`` targets serve the Q4_1
-weights and are compared among themselves. Exec to first token is held against the first ``--peer``. ``--page-only`` writes the page from what there is.
-
-A server command finds KVD_BENCH_VISIT in its environment: one value for each visit, for a state directory that outlives a restart and not the visit.
+kvd itself is started by this script: ``kvd`` (its own endpoint), ``kvd-gateway`` (the same daemon behind ``kvd gateway``) and, where a peer serves quantised
+weights, ``kvd-q41``; ``--serve`` and ``--serve-quantised`` have the arguments of ``kvd serve``. A server is started, measured and killed before the next one
+starts. The result is written after each measurement: run the same command again, with more rounds if wanted, and it goes on. ``--only NAME=ROW,ROW`` leaves out
+rows that a target is known to lose or takes minutes for. Exec to first token is held against the first ``--peer``. ``--page-only`` writes the page from what there is.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
+import sys
 import tempfile
 from pathlib import Path
 
@@ -52,8 +53,9 @@ def main() -> None:
     if not options.page_only:
         if options.logs:
             options.logs.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="kvd-peers-") as logs:
-            result = asyncio.run(measure(options, result, options.logs or Path(logs)))
+        with tempfile.TemporaryDirectory(prefix="kvd-peers-") as root:
+            start_ourselves(options, Path(root))
+            result = asyncio.run(measure(options, result, options.logs or Path(root)))
         print(text_tables(result))
     if options.page:
         options.page.write_text(page(result, sections(options), command="tests/bench/bench_peers_table.py"), encoding="utf-8")
@@ -62,9 +64,10 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--ours", action="append", default=[], metavar="NAME=URL", help="kvd: its endpoint, a gateway before it")
+    add("--serve", default="--dtype bfloat16 --kv-memory 512MiB", metavar="ARGUMENTS", help="of kvd serve")
+    add("--serve-quantised", default="--kv-memory 512MiB", metavar="ARGUMENTS", help="of kvd serve for the quantised weights")
+    add("--gateway-port", type=int, default=8190, help="0: kvd is not measured through its gateway")
     add("--peer", action="append", default=[], metavar="NAME=URL")
-    add("--ours-quantised", action="append", default=[], metavar="NAME=URL")
     add("--peer-quantised", action="append", default=[], metavar="NAME=URL")
     add("--server-command", action="append", default=[], metavar="NAME=COMMAND")
     add("--only", action="append", default=[], metavar="NAME=ROW,ROW", help=f"of {', '.join(ROWS)}")
@@ -78,9 +81,29 @@ def parsed() -> argparse.Namespace:
     add("--page-only", action="store_true")
     add("--logs", type=Path, help="a folder for the servers' output")
     options = parser.parse_args()
-    for name in ("ours", "peer", "ours_quantised", "peer_quantised", "server_command", "only"):
+    for name in ("peer", "peer_quantised", "server_command", "only"):
         setattr(options, name, dict(each.split("=", 1) for each in getattr(options, name)))
+    options.ours = {"kvd": ""} | ({"kvd-gateway": f"http://127.0.0.1:{options.gateway_port}"} if options.gateway_port else {})
+    options.ours_quantised = {"kvd-q41": ""} if options.peer_quantised else {}
+    # Without a pin, which the API has no word for, a restart through the gateway shows nothing that the endpoint doesn't.
+    options.only.setdefault("kvd-gateway", ",".join(row for row in ROWS if row != "restart"))
     return options
+
+
+def start_ourselves(options: argparse.Namespace, root: Path) -> None:
+    """Endpoints and commands of kvd's own targets: one endpoint, since one server is alive at a time, and a state directory for each visit."""
+    endpoint = f"ipc://{root}/s.sock"
+    kvd = f"{shlex.quote(sys.executable)} -m kvd"
+    serve = f"{kvd} serve --listen {endpoint} --state-dir {root}/$KVD_BENCH_VISIT"
+    options.ours["kvd"] = endpoint
+    options.server_command |= {"kvd": f"exec {serve} {options.serve}"}
+    if options.gateway_port:
+        options.server_command["kvd-gateway"] = (
+            f"{serve} {options.serve} & exec {kvd} gateway --connect {endpoint} --port {options.gateway_port}"
+        )
+    if options.ours_quantised:
+        options.ours_quantised["kvd-q41"] = endpoint
+        options.server_command["kvd-q41"] = f"exec {serve} {options.serve_quantised}"
 
 
 async def measure(options: argparse.Namespace, result: Result, logs: Path) -> Result:

@@ -28,8 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from kvd_client import Client
-from paired import Ratio, commit, machine, ratio_of, today, write_section
+from paired import commit, write_section
 
+from kvd.bench.machine import machine, today
+from kvd.bench.ratios import Ratio, ratio_of
 from kvd.cli import model_store
 from kvd.cli.demo_run import Daemon
 

@@ -25,8 +25,10 @@ import numpy as np
 import structlog
 import torch
 from crc32c import crc32c
-from paired import Ratio, commit, machine, ratio_of, today, write_section
+from paired import commit, write_section
 
+from kvd.bench.machine import machine, today
+from kvd.bench.ratios import Ratio, ratio_of
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager
 from kvd.config import StorageConfig

@@ -1,0 +1,164 @@
+"""``kvd bench`` as a user calls it, on real daemons with the fake executor and on the gateway."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import socket
+import subprocess
+import sys
+
+import pytest
+from daemon_process import DaemonProcess
+
+from kvd.cli.exits import Exit
+
+pytestmark = pytest.mark.e2e
+
+SMALL = ["--output-tokens", "8", "--requests", "4", "--prefix-tokens", "300", "--prompt-tokens", "400", "--warmup", "1", "--rounds", "2"]
+
+
+def bench(*arguments, timeout=120):
+    return subprocess.run(
+        [sys.executable, "-m", "kvd", "bench", *map(str, arguments)], capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+@contextlib.contextmanager
+def gateway(endpoint):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvd", "gateway", "--connect", endpoint, "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_daemon_and_its_gateway_in_turns(tmp_path):
+    out, plot = tmp_path / "out.json", tmp_path / "out.svg"
+    with DaemonProcess(tmp_path) as daemon, gateway(daemon.endpoint) as url:
+        daemon.wait_ready()
+        scenarios = ["prefill", "decode", "shared-prefix", "prefix-hit", "mixed", "multi-turn"]
+        targets = ["--compare", f"kvd={daemon.endpoint}", "--compare", f"gateway={url}", "--wait", "30"]
+        done = bench("run", *scenarios, *targets, *SMALL, "--concurrency", "1,2", "--out", out, "--plot", plot, "--json")
+        assert done.returncode == Exit.OK, done.stderr
+        again = bench("run", *scenarios, *targets, *SMALL, "--concurrency", "1,2", "--out", out)
+        pid = daemon.process.pid
+    found = json.loads(done.stdout)
+    assert {each["target"] for each in found["samples"]} == {"kvd", "gateway"}
+    assert found["failures"] == []
+    assert [each["metrics"] for each in json.loads(out.read_text())["samples"]] == [each["metrics"] for each in found["samples"]]
+    for key in {each["key"] for each in found["samples"] if each["point"]["scenario"] != "multi-turn"}:
+        counts = [
+            [request["prompt_tokens"] for request in each["requests"]]
+            for each in found["samples"]
+            if each["key"] == key and each["round"] == 0
+        ]
+        assert counts[0] == counts[1], key  # the same work for both
+    hits = [each["metrics"]["hit_rate"] for each in found["samples"] if each["point"]["scenario"] == "prefix-hit"]
+    assert min(hits) > 0.3
+    assert all(each["resident_bytes"]["unshared"] > 1 << 20 for each in found["samples"] if each["target"] == "kvd"), pid
+    assert {each["baseline"] for each in found["ratios"]} == {"kvd"}
+    assert plot.read_text().count("<polyline") >= 4
+    assert again.returncode == Exit.OK
+    assert again.stderr == ""  # all of it was there already
+    assert "Times better than kvd" in again.stdout
+    report = bench("report", out)
+    assert report.stdout == again.stdout
+
+
+def test_a_restart_finds_the_pinned_prompt_again(tmp_path):
+    endpoint = f"ipc://{tmp_path}/s.sock"
+    command = shlex.join([sys.executable, "-m", "kvd", "serve", "--executor", "fake", "--listen", endpoint, "--state-dir"])
+    done = bench(
+        "run", "restart", "--compare", f"kvd={endpoint}", "--server-command", f"kvd={command} {tmp_path}/$KVD_BENCH_VISIT", *SMALL, "--rounds", "1", "--settle", "0.5", "--json"
+    )  # fmt: skip
+    assert done.returncode == Exit.OK, done.stderr
+    metrics = json.loads(done.stdout)["samples"][0]["metrics"]
+    assert metrics["reused_tokens"] > 200
+    assert 0 < metrics["ready_s"] <= metrics["first_token_s"]
+
+
+def test_a_trace_is_replayed(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 30 * number, "input_length": 700, "output_length": 40, "hash_ids": [1, 2 + number]} for number in range(5)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with DaemonProcess(tmp_path) as daemon:
+        daemon.wait_ready()
+        done = bench(
+            "run",
+            "trace",
+            "--connect",
+            daemon.endpoint,
+            "--trace",
+            trace,
+            "--requests",
+            "5",
+            "--length-scale",
+            "0.5",
+            "--rounds",
+            "1",
+            "--json",
+        )
+    assert done.returncode == Exit.OK, done.stderr
+    assert json.loads(done.stdout)["samples"][0]["metrics"]["hit_rate"] > 0.2
+
+
+def test_ways_of_sharing_are_compared():
+    done = bench(
+        "sweep",
+        "sharing",
+        "--executor",
+        "fake",
+        "--kv-memory",
+        "64MiB",
+        "--rounds",
+        "1",
+        "--width",
+        "4",
+        "--prefix-tokens",
+        "300",
+        "--output-tokens",
+        "32",
+        "--json",
+    )
+    assert done.returncode == Exit.OK, done.stderr
+    metrics = {each["target"]: each["metrics"] for each in json.loads(done.stdout)["samples"]}
+    assert metrics["off"]["hit_rate"] == 0
+    assert metrics["prefixes"]["hit_rate"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["run", "decode", "--connect", "ipc:///nowhere/s.sock"], Exit.UNAVAILABLE, "no server that is ready at ipc:///nowhere/s.sock"),
+        (["run", "decode", "--compare", "a=http://127.0.0.1:9"], Exit.UNAVAILABLE, "a: no server that is ready"),
+        (["run", "decode", "--compare", "a=ftp://x"], Exit.USAGE, "ftp"),
+        (["run", "decode", "--compare", "nonsense"], Exit.USAGE, "NAME=VALUE"),
+        (["run", "decode", "--server-command", "b=true", "--compare", "a=http://127.0.0.1:9"], Exit.USAGE, "no target is named b"),
+        (["run", "decode", "--concurrency", "0"], Exit.USAGE, "list of positive numbers"),
+        (["run", "trace"], Exit.USAGE, "--trace FILE"),
+        (["run", "dance"], Exit.USAGE, "dance"),
+        (["report", "gone.json"], Exit.USAGE, "gone.json"),
+        (["sweep", "head-dim", "--values", "48"], Exit.USAGE, "does not divide"),
+        (
+            ["run", "decode", "--compare", "a=http://127.0.0.1:9", "--server-command", "a=echo no such model >&2; exit 3"],
+            Exit.TEMPORARY,
+            "no such model",
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, str | Exit) else value[1],
+)
+def test_what_is_wrong_is_one_line_and_an_exit_code(arguments, code, message):
+    done = bench(*arguments)
+    assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
