@@ -10,10 +10,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from kvd.bench.machine import process_tree
+from kvd.bench.machine import process_tree, unshared_bytes
 from kvd.bench.measuring import BenchError, Server
 
 _POLL_S = 0.02
+_LOOK_S = 0.1
 _TAIL_BYTES = 1500
 _DIE_S = 30.0
 
@@ -39,6 +40,8 @@ class Launched:
         self._process: subprocess.Popen[bytes] | None = None
         self._began_s = 0.0
         self.visit = ""
+        self.peak_start_bytes = 0
+        """RssAnon + RssShmem of the tree at its most while it last started, looked at ten times a second."""
 
     @property
     def pid(self) -> int | None:
@@ -70,7 +73,10 @@ class Launched:
                 stderr=log,
                 start_new_session=True,
             )
+        self.peak_start_bytes, look_s = 0, 0.0
         while not await server.is_ready():
+            if (now_s := time.perf_counter()) >= look_s:
+                self.peak_start_bytes, look_s = max(self.peak_start_bytes, unshared_bytes(self._process.pid)), now_s + _LOOK_S
             if (code := self._process.poll()) is not None:
                 self._process = None
                 raise BenchError(f"{self._name} ended with exit code {code} before it was ready; {self._log} ends: {self._tail()}")
@@ -78,7 +84,9 @@ class Launched:
                 self.kill()
                 raise BenchError(f"{self._name} was not ready within {self._ready_timeout_s:g} s; {self._log} ends: {self._tail()}")
             await asyncio.sleep(_POLL_S)
-        return time.perf_counter() - self._began_s
+        ready_s = time.perf_counter() - self._began_s
+        self.peak_start_bytes = max(self.peak_start_bytes, unshared_bytes(self._process.pid))
+        return ready_s
 
     def kill(self) -> None:
         """SIGKILL the tree and wait until it is gone. Does nothing where none runs."""

@@ -149,7 +149,7 @@ def page(result: Result, sections: Mapping[str, Sequence[Claim]], *, command: st
     lines += ["## Where kvd is behind", ""]
     for heading, rows in judged.items():
         lines += [f"{heading}:", "", *_behind(rows), ""]
-    lines += ["## How to measure", "", *_HOW_TO, "", "## All figures", "", *_all_figures(result), *_notes(result)]
+    lines += ["## How to measure", "", *_HOW_TO, "", "## All figures", "", *_starts(result), *_all_figures(result), *_notes(result)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -178,6 +178,19 @@ def _behind(judged: Sequence[Judged]) -> list[str]:
     if missing:
         lines.append(f"* Not measured: {'; '.join(missing)}.")
     return lines or ["Nowhere in these rows."]
+
+
+def _starts(result: Result) -> list[str]:
+    """Exec to ready of the servers that the benchmark started, on an empty state, and their memory until then."""
+    starts = result.facts.get("starts", [])
+    names = [name for name in result.targets if any(each["target"] == name for each in starts)]
+    if not names:
+        return []
+    lines = ["### start on an empty state", "", f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for label, key, scale in (("exec to ready, s", "ready_s", 1.0), ("peak RssAnon + RssShmem, MiB", "peak_unshared_bytes", 2.0**-20)):
+        medians = [_figure(scale * statistics.median(each[key] for each in starts if each["target"] == name)) for name in names]
+        lines.append(f"| {label} | {' | '.join(medians)} |")
+    return [*lines, ""]
 
 
 def _all_figures(result: Result) -> Iterator[str]:

@@ -159,7 +159,8 @@ class Runner:
         if launched is not None and launched.pid is None:
             self.progress.said(f"{target.name}: starting")
             ready_s = await launched.start(target.server)
-            self.result.facts.setdefault("starts", []).append({"target": target.name, "ready_s": round(ready_s, 3)})
+            start = {"target": target.name, "ready_s": round(ready_s, 3), "peak_unshared_bytes": launched.peak_start_bytes}
+            self.result.facts.setdefault("starts", []).append(start)
             target.is_warm = False
         elif launched is None:
             await self._await_ready(target)

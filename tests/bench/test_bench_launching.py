@@ -41,6 +41,7 @@ def test_it_is_ready_when_it_says_so_and_its_children_die_with_it(tmp_path):
     child, visit = (tmp_path / "child").read_text().split()
     assert visit == "seven"
     assert lives(int(child))
+    assert launched.peak_start_bytes > 0
     launched.kill()
     assert not lives(int(child))
     assert launched.pid is None

@@ -223,6 +223,14 @@ def test_the_page_names_every_row_in_which_kvd_is_behind():
     assert "nothing here is typed by hand" in text
 
 
+def test_the_page_shows_starts():
+    result = made({"kvd": [150], "peer": [100]})
+    result.facts["starts"] = [{"target": "kvd", "ready_s": ready_s, "peak_unshared_bytes": 600 << 20} for ready_s in (2, 1, 3)]
+    text = page(result, {}, command="a command")
+    assert "| exec to ready, s | 2 |" in text
+    assert "| peak RssAnon + RssShmem, MiB | 600 |" in text
+
+
 def test_a_page_on_which_all_holds_says_so():
     text = page(made({"kvd": [150], "peer": [100]}), {"x": [Claim("decode", KEY, RATE, "kvd", ("peer",), 1.2)]}, command="a command")
     assert "Nowhere in these rows." in text
