@@ -289,6 +289,8 @@ inline void expand(const int8_t* from, uint16_t* to, int64_t count) {
 }
 #endif
 
+constexpr int PREFETCH_LEVEL = 2;
+
 // 2^x for x <= 0 (minimax polynomials on [-1/2, 1/2], 2^0 = 1 exactly): to 1e-7, or to 3e-6 where the result is rounded to bfloat16. NaN stays NaN.
 template <bool ACCURATE>
 inline Vec power_of_two(Vec x) {
@@ -312,9 +314,12 @@ inline Vec power_of_two(Vec x) {
 
 // ---- the two products -----------------------------------------------------------------------------------------------------------------------
 
+// A tile is read once and the memory is far: while a product reads a line, it asks for the line at the same place of the next tile, `ahead` bytes
+// further (the first rows of a tile do; without AHEAD nobody does).
+
 // s[r, c * 16 : ...] = q[r] . K of block c, over `num_steps` steps.
-template <class Kind, int R, int C>
-inline void score(const typename Kind::Element* q, int64_t ldq, const uint8_t* const* k, int64_t num_steps, float* s) {
+template <class Kind, bool AHEAD, int R, int C>
+inline void score(const typename Kind::Element* q, int64_t ldq, const uint8_t* const* k, const int64_t* ahead, int64_t num_steps, float* s) {
     Vec sums[R][C];
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
@@ -323,7 +328,10 @@ inline void score(const typename Kind::Element* q, int64_t ldq, const uint8_t* c
     for (int64_t step = 0; step < num_steps; ++step) {
         typename Kind::Packed columns[C];
 #pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) columns[c] = Kind::packed(k[c] + step * 64);
+        for (int c = 0; c < C; ++c) {
+            columns[c] = Kind::packed(k[c] + step * 64);
+            if constexpr (AHEAD) __builtin_prefetch(k[c] + step * 64 + ahead[c], 0, PREFETCH_LEVEL);
+        }
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
             const auto factor = Kind::factor(q + r * ldq + step * Kind::WIDTH);
@@ -338,8 +346,8 @@ inline void score(const typename Kind::Element* q, int64_t ldq, const uint8_t* c
 }
 
 // o[r] = o[r] * keep[r] + (p[r] . V) * take[r] for C columns of 16 dimensions beginning at byte `column`; without `keep`, o[r] = p[r] . V.
-template <class Kind, int R, int C>
-inline void weigh(const typename Kind::Element* p, const uint8_t* const* v, int64_t num_blocks, int64_t row_bytes, int64_t column, float* const* o, int64_t dim,
+template <class Kind, bool AHEAD, int R, int C>
+inline void weigh(const typename Kind::Element* p, const uint8_t* const* v, const int64_t* ahead, int64_t num_blocks, int64_t row_bytes, int64_t column, float* const* o, int64_t dim,
                   const float* keep, const float* take) {
     Vec sums[R][C];
 #pragma GCC unroll 6
@@ -351,7 +359,10 @@ inline void weigh(const typename Kind::Element* p, const uint8_t* const* v, int6
         for (int step = 0; step < BLOCK / Kind::WIDTH; ++step) {
             typename Kind::Packed columns[C];
 #pragma GCC unroll 4
-            for (int c = 0; c < C; ++c) columns[c] = Kind::packed(rows + step * row_bytes + c * 64);
+            for (int c = 0; c < C; ++c) {
+                columns[c] = Kind::packed(rows + step * row_bytes + c * 64);
+                if constexpr (AHEAD) __builtin_prefetch(rows + step * row_bytes + c * 64 + ahead[block], 0, PREFETCH_LEVEL);
+            }
 #pragma GCC unroll 6
             for (int r = 0; r < R; ++r) {
                 const auto factor = Kind::factor(p + r * TILE + block * BLOCK + step * Kind::WIDTH);
@@ -557,7 +568,34 @@ private:
             clear_positions(clean_, high % BLOCK);
             v_[end_block - 1] = clean_;
         }
-        for (int64_t row = 0; row < num_rows_; row += MAX_ROWS) run_rows(tile, row, std::min<int64_t>(MAX_ROWS, num_rows_ - row), first_block, end_block);
+        look_ahead(tile + 1, table + BLOCKS_OF_TILE, first_block, end_block);
+        for (int64_t row = 0; row < num_rows_; row += MAX_ROWS) {
+            const int64_t count = std::min<int64_t>(MAX_ROWS, num_rows_ - row);
+            if (row == 0) {
+                run_rows<TYPE != KvType::int8>(tile, row, count, first_block, end_block);
+            } else {
+                run_rows<false>(tile, row, count, first_block, end_block);
+            }
+        }
+    }
+
+    // How far the blocks of the next tile are from those of this one.
+    void look_ahead(int64_t tile, const int32_t* table, int64_t first_block, int64_t end_block) {
+        const int64_t num_blocks = tile < task_.end_tile ? std::min(BLOCKS_OF_TILE, (last_position_ - tile * TILE) / BLOCK + 1) : 0;
+        for (int64_t b = first_block; b < end_block; ++b) {
+            k_ahead_[b] = v_ahead_[b] = 0;
+            if (b >= num_blocks) continue;
+            const int64_t head = kv_head_ * BLOCK * head_dim_ * CODE_BYTES;
+            if constexpr (TYPE == KvType::int8) {
+                for (int64_t i = 0; i < BLOCK * head_dim_; i += 64) {
+                    __builtin_prefetch(plane(table, b, 0) + head + i, 0, PREFETCH_LEVEL);
+                    __builtin_prefetch(plane(table, b, 1) + head + i, 0, PREFETCH_LEVEL);
+                }
+            } else {
+                k_ahead_[b] = plane(table, b, 0) + head - k_[b];
+                v_ahead_[b] = plane(table, b, 1) + head - v_[b];
+            }
+        }
     }
 
     void clear_positions(uint8_t* block, int64_t first) const {
@@ -581,6 +619,7 @@ private:
         record[1] = 0.0f;
     }
 
+    template <bool AHEAD>
     void run_rows(int64_t tile, int64_t first, int64_t count, int64_t first_block, int64_t end_block) {
         const int64_t start = tile * TILE;
         // rows ascend by position within a unit, but not over units: each has its own bounds
@@ -603,7 +642,7 @@ private:
         with_constant<MAX_ROWS>(count, [&](auto rows) {
             for (int64_t b = first_block; b < end_block; b += MAX_COLUMNS) {
                 with_constant<MAX_COLUMNS>(std::min<int64_t>(MAX_COLUMNS, end_block - b), [&](auto columns) {
-                    score<Kind, rows(), columns()>(q, head_dim_, k_ + b, num_steps, scores_ + b * BLOCK);
+                    score<Kind, AHEAD, rows(), columns()>(q, head_dim_, k_ + b, k_ahead_ + b, num_steps, scores_ + b * BLOCK);
                 });
             }
         });
@@ -639,7 +678,8 @@ private:
         with_constant<MAX_ROWS>(count, [&](auto rows) {
             for (int64_t d = 0; d < head_dim_; d += 16 * MAX_COLUMNS) {
                 with_constant<MAX_COLUMNS>(std::min<int64_t>(MAX_COLUMNS, (head_dim_ - d) / 16), [&](auto columns) {
-                    weigh<Kind, rows(), columns()>(weights_ + first_block * BLOCK, v_ + first_block, end_block - first_block, head_dim_ * 4, d * 4, targets, d, kept, take);
+                    weigh<Kind, AHEAD, rows(), columns()>(weights_ + first_block * BLOCK, v_ + first_block, v_ahead_ + first_block, end_block - first_block, head_dim_ * 4, d * 4,
+                                                          targets, d, kept, take);
                 });
             }
         });
@@ -761,6 +801,7 @@ private:
     uint8_t* expanded_ = nullptr;   // K, then V, of one tile
     const uint8_t* k_[BLOCKS_OF_TILE] = {};
     const uint8_t* v_[BLOCKS_OF_TILE] = {};
+    int64_t k_ahead_[BLOCKS_OF_TILE] = {}, v_ahead_[BLOCKS_OF_TILE] = {};
     const float* k_scales_[BLOCKS_OF_TILE] = {};
     const float* v_scales_[BLOCKS_OF_TILE] = {};
 };
