@@ -49,7 +49,7 @@ from kvd.storage.errors import (
 )
 from kvd.storage.persistence import Storage
 from kvd.text.errors import TextError
-from kvd.text.model import TextModel, load_text_model
+from kvd.text.model import BYTES, SharedTextModel, TextModel
 from kvd.transport.errors import EndpointError, EndpointInUseError
 from kvd.transport.inproc import InprocInbox, InprocOutbox
 
@@ -59,7 +59,6 @@ EXIT_IO = 74
 EXIT_TEMPORARY = 75
 EXIT_CONFIG = 78
 
-_BYTE_LEVEL = "bytes"
 _MAX_DESCRIPTORS = 65536
 _FRONTEND_STOP_S = 5.0
 _MIN_FLUSH_S = 2.0
@@ -134,6 +133,7 @@ class Daemon:
         self._inbox = InprocInbox(config.engine.inbox_capacity)
         self._outbox = InprocOutbox()
         self._instance = os.urandom(16)
+        self._text = SharedTextModel(BYTES if config.model.executor == "fake" else config.model.model)
         self._facts = StartFacts(
             model=Path(config.model.model).name or config.model.executor,
             fingerprint="",
@@ -208,38 +208,36 @@ class Daemon:
         self._publish(State.STARTING)
         frontend = start_frontend(
             config.transport,
-            text_source=self._text_source,
+            text_source=self._text.source,
             inbox=self._inbox,
             outbox=self._outbox,
             instance=self._instance,
             observe=config.observe,
             on_failure=self._on_frontend_failure,
             drain_timeout_s=config.engine.drain_timeout_s,
+            load_text=self._text.load,
         )
         self._log.info("listening", endpoints=list(frontend.endpoints), pid=os.getpid(), state="starting")
         self._manager.progress("starting")
         return frontend
 
-    @property
-    def _text_source(self) -> str:
-        return _BYTE_LEVEL if self._config.model.executor == "fake" else self._config.model.model
-
     def _load_text(self) -> TextModel:
-        """The text side, as the edge loads it.
+        """The text side, which the edge has too.
 
         Raises:
             TextError: the model's tokenizer or template can't be used.
             ConfigError: it can't be read.
         """
         try:
-            return load_text_model(self._text_source)
+            return self._text.load()
         except OSError as error:
-            raise ConfigError(f"model = {self._text_source}: {error.strerror}: {error.filename or self._text_source}") from error
+            raise ConfigError(f"model = {self._text.source}: {error.strerror}: {error.filename or self._text.source}") from error
 
     def _open_engine(self, storage: Storage, spec: ModelSpec | None) -> OpenEngine:
         started = self._clock.monotonic()
         engine = open_engine(self._config, spec, storage.fingerprint_cache)
         self._facts.fingerprint = engine.fingerprint.hex()
+        self._facts.kernels = str(engine.facts["kernels"])
         self._facts.startup["open_model"] = self._since(started)
         return engine
 
@@ -314,9 +312,10 @@ class Daemon:
         )
         if self._num_signals or self._failure:  # one whose exception was lost in a callback
             self._loop.request_drain()
-        # What lives until the end is not looked at again by the collector: its pauses then depend on the requests alone.
-        gc.collect()
+        # What lives until the end is not looked at by the collector: its pauses then depend on the requests alone. It was off during the start, where
+        # nearly everything stays.
         gc.freeze()
+        gc.enable()
         return self._loop.run(work)
 
     def _rehydrate(self, storage: Storage, engine: OpenEngine, cache: CacheManager) -> StartWork:

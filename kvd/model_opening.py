@@ -70,7 +70,7 @@ def _open_fake(config: DaemonConfig) -> OpenEngine:
         vocab_size=257,
         executor=ExecutorThread(runner),
         load=lambda _: None,
-        facts={"executor": "fake", "block_bytes": runner.groups()[0].row_bytes},
+        facts={"executor": "fake", "kernels": "fake", "block_bytes": runner.groups()[0].row_bytes},
     )
 
 
@@ -99,6 +99,8 @@ def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path) 
             "device": str(opened.device),
             "dtype": str(opened.dtype).removeprefix("torch."),
             "threads": threads,
+            "kernels": opened.kernel_family,
+            "why_torch": opened.why_torch,
             "block_bytes": opened.pool.row_bytes,
         },
     )

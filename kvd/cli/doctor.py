@@ -103,19 +103,28 @@ def _memory() -> dict[str, int]:
 
 
 def _executor(loaded: settings.Settings) -> dict[str, Any]:
-    """What `auto` becomes here."""
+    """What `auto` becomes here; of the kernels, what they are for a model that they compute."""
     config = loaded.config
     if config.model.executor == "fake":
         return {"executor": "fake"}
     try:
-        from kvd.executor.assemble import pool_bytes, resolve_device, resolve_dtype
+        from kvd.executor.assemble import compute_threads, pool_bytes, resolve_device, resolve_dtype
+        from kvd.executor.kernel_choice import kernel_family, why_torch
 
         device = resolve_device(config.model.device)
         dtype = resolve_dtype(config.model.dtype, device, "bfloat16")
         pool = pool_bytes(config.cache.kv_memory, device)
+        reason = why_torch(config.model.kernels, None, device, dtype, config.cache.block_size_tokens)
     except Exception as error:  # a broken torch is what a doctor is asked about
         return {"executor": "torch", "error": f"{type(error).__name__}: {error}"}
-    return {"executor": "torch", "device": str(device), "dtype": str(dtype).removeprefix("torch."), "kv_memory_bytes": pool}
+    return {
+        "executor": "torch",
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": compute_threads(config.model.threads),
+        "kernels": f"torch ({reason})" if reason else kernel_family(quantised=False),
+        "kv_memory_bytes": pool,
+    }
 
 
 def _directory(path: Path) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def ping_command(*, target: Target, as_json: bool) -> int:
 def _status_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Name and value of each line; parts that the daemon does not know yet are left out."""
     yield "state", str(report.get("state", "unknown"))
-    for name in ("progress", "model", "fingerprint", "instance"):
+    for name in ("progress", "model", "kernels", "fingerprint", "instance"):
         if report.get(name):
             yield name, str(report[name])
     if "uptime_s" in report:

@@ -29,6 +29,8 @@ class StartFacts:
     started_monotonic_s: float
     rehydration: dict[str, Any] = field(default_factory=dict)
     startup: dict[str, float] = field(default_factory=dict)
+    kernels: str = ""
+    """What computes: the kernel family of the fingerprint."""
 
 
 def starting_report(facts: StartFacts, clock: Clock, state: str, progress: str = "") -> dict[str, Any]:
@@ -38,6 +40,7 @@ def starting_report(facts: StartFacts, clock: Clock, state: str, progress: str =
         "progress": progress,
         "model": facts.model,
         "fingerprint": facts.fingerprint,
+        "kernels": facts.kernels,
         "instance": facts.instance,
         "uptime_s": round(clock.monotonic() - facts.started_monotonic_s, 3),
         "requests": {"running": 0, "waiting": 0, "stalled": 0},
@@ -79,6 +82,7 @@ class Reports:
             "progress": "computing pins and logged prefixes" if state == "rehydrating" else "",
             "model": facts.model,
             "fingerprint": facts.fingerprint,
+            "kernels": facts.kernels,
             "instance": facts.instance,
             "uptime_s": round(self._clock.monotonic() - facts.started_monotonic_s, 3),
             "requests": {"running": scheduler.num_running, "waiting": scheduler.num_waiting, "stalled": scheduler.num_stalled},

@@ -14,11 +14,14 @@ import torch
 
 from kvd.config import CacheConfig, ConfigError, ModelConfig, SchedulerConfig
 from kvd.executor.host_memory import available_bytes, check_pool_fits
-from kvd.executor.kv_pool import KvPool, row_bytes
+from kvd.executor.kernel_choice import kernel_family, why_torch
+from kvd.executor.kv_pool import KvPool, PoolRows, row_bytes
 from kvd.executor.models.fingerprint import fingerprint
 from kvd.executor.models.spec import ModelSpec, fit_length
 from kvd.executor.models.weights.load import load_decoder
-from kvd.executor.runner import TorchRunner
+from kvd.executor.models.weights.native import keeps_quantised
+from kvd.executor.native_kv_pool import NativeKvPool, native_row_bytes, resolve_kv_type
+from kvd.executor.runner import ModelRunner, TorchRunner
 from kvd.step import ExecutorOutput, SchedulerOutput
 from kvd.types import BlockId, KvGroup
 
@@ -86,12 +89,12 @@ def compute_threads(configured: int) -> int:
 class LateRunner:
     """The runner before its weights are there: blocks can be read and written at once, steps only after ``attach``."""
 
-    def __init__(self, pool: KvPool, fingerprint: bytes) -> None:
+    def __init__(self, pool: PoolRows, fingerprint: bytes) -> None:
         self._pool = pool
         self._groups = (KvGroup("target", pool.row_bytes, fingerprint),)
-        self._runner: TorchRunner | None = None
+        self._runner: ModelRunner | None = None
 
-    def attach(self, runner: TorchRunner) -> None:
+    def attach(self, runner: ModelRunner) -> None:
         self._runner = runner
 
     def groups(self) -> tuple[KvGroup, ...]:
@@ -116,11 +119,18 @@ class OpenedModel:
 
     path: Path
     spec: ModelSpec
-    pool: KvPool
+    pool: PoolRows
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
     max_rows: int
+    max_step_tokens: int
+    threads: int
+    kernel_family: str
+    why_torch: str
+    """Why torch computes, and not the native kernels; empty where they do."""
+    quantised: bool
+    """Quantised weights stay so in memory."""
     fingerprint: bytes
     runner: LateRunner
 
@@ -130,10 +140,29 @@ class OpenedModel:
 
     def load(self, progress: Callable[[int, int], None]) -> None:
         """Read the weights and run the warm-up steps; then ``runner`` takes steps. ``progress(done_bytes, total_bytes)`` is called as they come."""
-        decoder = load_decoder(self.path, self.spec, dtype=self.dtype, device=self.device, progress=progress)
-        runner = TorchRunner(decoder, self.spec, self.pool, max_rows=self.max_rows, max_model_len=self.max_model_len)
+        runner = self._make_runner(progress)
         runner.warm_up()
         self.runner.attach(runner)
+
+    def _make_runner(self, progress: Callable[[int, int], None]) -> ModelRunner:
+        if isinstance(self.pool, KvPool):
+            decoder = load_decoder(self.path, self.spec, dtype=self.dtype, device=self.device, progress=progress)
+            return TorchRunner(decoder, self.spec, self.pool, max_rows=self.max_rows, max_model_len=self.max_model_len)
+        from kvd.executor.native_model import NativeModel, load_native_decoder
+
+        assert isinstance(self.pool, NativeKvPool)
+        native_decoder = load_native_decoder(
+            self.path,
+            self.spec,
+            dtype=self.dtype,
+            quantised=self.quantised,
+            threads=self.threads,
+            max_model_len=self.max_model_len,
+            max_step_tokens=self.max_step_tokens,
+            progress=progress,
+        )
+        model = NativeModel(native_decoder, self.pool)
+        return ModelRunner(model, self.pool, self.spec.vocab_size, max_rows=self.max_rows, max_model_len=self.max_model_len)
 
 
 def open_model(
@@ -154,30 +183,35 @@ def open_model(
         ConfigError: the pool is too small for one sequence or can't be allocated, or the settings don't fit the machine.
         ModelError: the model can't be served as it is (executor/models/spec.py).
     """
-    torch.set_num_threads(threads)
     spec, max_model_len = fit_length(described, model.max_model_len)
     device = resolve_device(model.device)
     dtype = resolve_dtype(model.dtype, device, spec.weights_dtype)
-    block_bytes = row_bytes(spec, dtype, cache.block_size_tokens)
+    reason = why_torch(model.kernels, spec, device, dtype, cache.block_size_tokens)
+    # the native kernels have threads of their own; torch only samples beside them
+    torch.set_num_threads(threads if reason else 1)
+    quantised = not reason and keeps_quantised(spec, model.weights)
+    kv_type = resolve_kv_type(cache.kv_dtype, dtype, reason)
+    block_bytes = row_bytes(spec, dtype, cache.block_size_tokens) if reason else native_row_bytes(spec, kv_type)
     num_blocks = pool_bytes(cache.kv_memory, device) // block_bytes
     if num_blocks < 2:
         raise ConfigError(
             f"kv_memory: {cache.kv_memory} bytes hold {num_blocks} blocks of {block_bytes} bytes; give at least {2 * block_bytes}"
         )
     try:
-        pool = KvPool(spec, num_blocks, cache.block_size_tokens, dtype, device)
+        pool = KvPool(spec, num_blocks, cache.block_size_tokens, dtype, device) if reason else NativeKvPool(spec, num_blocks, kv_type)
     except (RuntimeError, MemoryError) as error:  # torch's own errors are RuntimeErrors
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"kv_memory = {cache.kv_memory}: {num_blocks * block_bytes} bytes can't be allocated on {device}: {reason}"
         ) from error
+    family = f"torch-{device.type}" if reason else kernel_family(quantised=quantised)
     digest = fingerprint(
         path,
         spec,
         dtype=str(dtype).removeprefix("torch."),
         block_size_tokens=cache.block_size_tokens,
         layout=pool.layout,
-        kernel_family=f"torch-{device.type}",
+        kernel_family=family,
         cache_file=digest_cache,
     )
     return OpenedModel(
@@ -188,6 +222,11 @@ def open_model(
         dtype=dtype,
         max_model_len=max_model_len,
         max_rows=scheduler.max_running,
+        max_step_tokens=scheduler.max_tokens_per_step,
+        threads=threads,
+        kernel_family=family,
+        why_torch=reason,
+        quantised=quantised,
         fingerprint=digest,
         runner=LateRunner(pool, digest),
     )

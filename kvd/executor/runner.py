@@ -10,7 +10,7 @@ import torch
 
 from kvd.executor.attention.reference import AttentionShape, ReferenceAttention
 from kvd.executor.input_batch import InputBatch, StepRows
-from kvd.executor.kv_pool import KvPool, KvShape
+from kvd.executor.kv_pool import KvPool, KvShape, PoolRows
 from kvd.executor.sampling.columns import SamplingColumns
 from kvd.executor.sampling.penalties import TokenCounts
 from kvd.executor.sampling.sampler import sample
@@ -26,10 +26,19 @@ class RunnerSpec(KvShape, AttentionShape, Protocol):
     def vocab_size(self) -> int: ...
 
 
+class PendingOutput(Protocol):
+    """The output of a step that a device still works on."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> ExecutorOutput:
+        """Wait for it; raises what went wrong."""
+
+
 class ModelRunner:
     """Keeps the rows' state and runs steps of ``model`` over ``pool``, on its device; called from one thread."""
 
-    def __init__(self, model: StepModel, pool: KvPool, vocab_size: int, *, max_rows: int, max_model_len: int) -> None:
+    def __init__(self, model: StepModel, pool: PoolRows, vocab_size: int, *, max_rows: int, max_model_len: int) -> None:
         self._model = model
         self._pool = pool
         self._vocab_size = vocab_size
@@ -38,6 +47,10 @@ class ModelRunner:
         self._batch = InputBatch(max_rows, max_model_len, pool.block_size_tokens)
         self._sampling = SamplingColumns(max_rows)
         self._counts = TokenCounts(max_rows, vocab_size, pool.device)
+
+    def launch(self, step: SchedulerOutput) -> ExecutorOutput | PendingOutput:
+        """``execute``, for a caller that can wait later; a device may still work on what is returned."""
+        return self.execute(step)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ExecutorOutput:
@@ -50,11 +63,7 @@ class ModelRunner:
             BatchError: the step does not fit the rows' state.
             IndexError: a block or a token id that does not exist.
         """
-        rows = self._batch.apply(step)
-        self._pool.copy_blocks([copy.source for copy in step.copies], [copy.target for copy in step.copies])
-        self._pool.clear_blocks(rows.fresh_blocks)
-        for started in step.started:
-            self._start(started)
+        rows = self._begin(step)
         if not len(rows.rows):
             return ExecutorOutput(step.step, [], [], [])
         hidden = self._model.forward(rows)
@@ -78,6 +87,15 @@ class ModelRunner:
         for count in decodes:
             rows = tuple(_warm_row(row, 1, (BlockId(row),), sampling[row % 3]) for row in range(count))
             scratch.execute(SchedulerOutput(0, rows, ContinuedRows()))
+
+    def _begin(self, step: SchedulerOutput) -> StepRows:
+        """All that comes before the forward pass."""
+        rows = self._batch.apply(step)
+        self._pool.copy_blocks([copy.source for copy in step.copies], [copy.target for copy in step.copies])
+        self._pool.clear_blocks(rows.fresh_blocks)
+        for started in step.started:
+            self._start(started)
+        return rows
 
     def _start(self, started: StartedRow) -> None:
         self._sampling.start(started)

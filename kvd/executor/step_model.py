@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class StepModel(Protocol):
     def warm_up_prompts(self) -> tuple[int, ...]:
         """Lengths of prompts, one of each shape class, after which nothing runs for the first time."""
 
-    def over(self, pool: KvPool) -> StepModel:
+    def over(self, pool: Any) -> StepModel:
         """The same weights over another pool of the same layout."""
 
     def forward(self, rows: StepRows) -> StepHidden:

@@ -1,0 +1,52 @@
+"""Which kernels compute a model: kvd's own on the CPU, or torch's."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kvd.config import ConfigError
+from kvd.executor.kernels.cpu import native
+from kvd.executor.native_kv_pool import BLOCK_SIZE_TOKENS
+
+_HEAD_DIM_STEP = 16
+_MAX_HEAD_DIM = 256
+_NUMBERS_VERSION = 1
+"""Raised whenever the native kernels' sums change their order, so that blocks of before are not taken for blocks of now."""
+
+
+class HeadShape(Protocol):
+    """The part of a model's spec that the choice looks at."""
+
+    @property
+    def head_dim(self) -> int: ...
+
+
+def why_torch(setting: str, spec: HeadShape | None, device: torch.device, dtype: torch.dtype, block_size_tokens: int) -> str:
+    """Why the native kernels don't serve ``spec`` here; empty where they do. ``setting`` is ``ModelConfig.kernels``; without a ``spec``,
+    why they serve no model at all.
+
+    Raises:
+        ConfigError: ``native`` was asked for, and they can't.
+    """
+    if setting == "torch":
+        return "kernels = torch"
+    if device.type != "cpu":
+        reason = f"device {device}"
+    elif dtype not in (torch.float32, torch.bfloat16):
+        reason = f"dtype {str(dtype).removeprefix('torch.')}; they compute float32 and bfloat16"
+    elif block_size_tokens != BLOCK_SIZE_TOKENS:
+        reason = f"block_size_tokens = {block_size_tokens}; they read blocks of {BLOCK_SIZE_TOKENS}"
+    elif spec is not None and (spec.head_dim % _HEAD_DIM_STEP or spec.head_dim > _MAX_HEAD_DIM):
+        reason = f"the model's head_dim is {spec.head_dim}; they take multiples of {_HEAD_DIM_STEP} up to {_MAX_HEAD_DIM}"
+    else:
+        reason = native.status().reason
+    if reason and setting == "native":
+        raise ConfigError(f"kernels = 'native': {reason}")
+    return reason
+
+
+def kernel_family(*, quantised: bool) -> str:
+    """Of the native kernels: what the bits of keys and values depend on besides the fingerprint's other fields."""
+    return f"cpu-{native.status().isa}-v{_NUMBERS_VERSION}{'-quantised' if quantised else ''}"
