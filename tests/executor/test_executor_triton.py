@@ -25,8 +25,7 @@ def close(dtype, ours, reference):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [64, 576, 72])
-@pytest.mark.parametrize("has_update", [True, False])
+@pytest.mark.parametrize(("size", "has_update"), [(64, True), (576, False), (72, True)])
 def test_norm_and_residual(dtype, size, has_update):
     generator = torch.Generator().manual_seed(size)
     residual = torch.randn(3, size, generator=generator)
@@ -144,26 +143,32 @@ class World:
 SHAPES = [(4, 2, 32), (6, 2, 16), (8, 1, 24), (20, 1, 16)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "window"),
+    [
+        (torch.float32, SHAPES[0], 0),
+        (torch.bfloat16, SHAPES[1], 70),
+        (torch.float16, SHAPES[2], 0),
+        (torch.bfloat16, SHAPES[3], 0),
+        *(pytest.param(dtype, shape, window, marks=pytest.mark.full) for dtype in DTYPES for shape in SHAPES for window in (0, 70)),
+    ],
+)
 def test_attention_over_random_rows(dtype, shape, window):
     num_heads, num_kv_heads, head_dim = shape
     rng = np.random.default_rng(num_heads + window)
     world = World(
         rng, dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        contexts=[0, 63, 300, 127, 126, 130, 40], num_tokens=[1, 1, 1, 1, 3, 40, 70],
+        contexts=[0, 63, 300, 127, 126, 130, 10], num_tokens=[1, 1, 1, 1, 3, 20, 40],
     )  # fmt: skip
     ours, _ = world.attend(window)
     close(dtype, ours, world.expected(window))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [0, 200])
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 0), (torch.bfloat16, 200)])
 def test_a_shared_run_gives_the_bits_of_private_ones(dtype, window):
     rng = np.random.default_rng(window)
-    contexts = [300, 320, 260, 271, 272, 290, 100]
-    world = World(rng, dtype, num_heads=4, num_kv_heads=2, head_dim=32, contexts=contexts, num_tokens=[1, 1, 1, 1, 1, 2, 1], prefix=256)
+    contexts = [300, 320, 260, 271, 100]
+    world = World(rng, dtype, num_heads=4, num_kv_heads=2, head_dim=32, contexts=contexts, num_tokens=[1, 1, 1, 2, 1], prefix=256)
     shared, plan = world.attend(window)
     rows = world.rows
     alone = AttentionRows(rows.num_tokens, rows.num_computed, rows.starts, rows.positions, rows.token_rows, rows.block_tables)

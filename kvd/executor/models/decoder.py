@@ -91,7 +91,7 @@ class Decoder:
         self.spec = spec
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        self._weights = weights
+        self.weights = weights
         self._frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(self.device)
 
     @torch.inference_mode()
@@ -103,8 +103,8 @@ class Decoder:
         """
         num_tokens = token_ids.shape[0]
         turn = rotation(self._frequencies, positions, self.spec.rope.attention_factor, self.dtype)
-        hidden = functional.embedding(token_ids, self._weights.embedding)
-        for index, layer in enumerate(self._weights.layers):
+        hidden = functional.embedding(token_ids, self.weights.embedding)
+        for index, layer in enumerate(self.weights.layers):
             q, k, v = self._project(layer, self._norm(hidden, layer.attention_norm), turn)
             attended = attend(index, q, k, v).reshape(num_tokens, -1)
             hidden = hidden + functional.linear(attended, layer.output)
@@ -115,7 +115,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``[R, vocab]`` in float32 of the rows ``hidden [R, hidden]`` of what ``forward`` returned."""
-        return functional.linear(self._norm(hidden, self._weights.final_norm), self._weights.head).float()
+        return functional.linear(self._norm(hidden, self.weights.final_norm), self.weights.head).float()
 
     def _project(self, layer: LayerWeights, inputs: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec

@@ -86,6 +86,19 @@ class SamplingColumns:
             return False
         return not self._banned or bool((positions >= self._unban_at[rows]).all())
 
+    def are_untruncated(self, rows: np.ndarray, positions: np.ndarray) -> bool:
+        """As ``are_plain``, but for rows that draw from all of their distribution too."""
+        floats = self._floats
+        is_truncated = (floats["temperature"][rows] > 0) & (
+            (self._top_k[rows] > 0) | (floats["top_p"][rows] < 1) | (floats["min_p"][rows] > 0)
+        )
+        asks_more = is_truncated | self._penalised[rows] | (self._num_logprobs[rows] >= 0) | (self._num_choices[rows] > 1)
+        return not asks_more.any() and (not self._banned or bool((positions >= self._unban_at[rows]).all()))
+
+    def randomness(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Temperatures float32 (0 for greedy), seeds uint64 and choices int64 of the rows."""
+        return self._floats["temperature"][rows], self._seed[rows], self._choice[rows]
+
     def choices(self, rows: np.ndarray) -> list[int]:
         """The rows' own choices."""
         choices: list[int] = self._choice[rows].tolist()

@@ -25,13 +25,14 @@ def stream_keys(seeds: np.ndarray, choices: np.ndarray, positions: np.ndarray) -
     return _mix(state + np.uint64(_GAMMA))
 
 
-def gumbel(keys: np.ndarray, token_ids: Tensor) -> Tensor:
+def gumbel(keys: np.ndarray | Tensor, token_ids: Tensor) -> Tensor:
     """Standard Gumbel noise in float32, one value for each key and token id.
 
-    ``keys`` uint64 ``[R]``; ``token_ids`` int64 ``[V]`` (the same for all keys) or ``[R, C]``. Returns ``[R, V]`` or ``[R, C]``. Values lie between
+    ``keys`` uint64 ``[R]``, or on the device of ``token_ids`` as int64 of the same bits; ``token_ids`` int64 ``[V]`` (the same for all keys) or ``[R, C]``. Returns ``[R, V]`` or ``[R, C]``. Values lie between
     -3 and 23: the uniform has 32 bits and is never 0 or 1.
     """
-    state = torch.from_numpy(keys.view(np.int64)).to(token_ids.device)[:, None]
+    bits_of_keys = torch.from_numpy(keys.view(np.int64)).to(token_ids.device) if isinstance(keys, np.ndarray) else keys
+    state = bits_of_keys[:, None]
     # int64 wraps as uint64 does; right shifts are made logical by a mask
     bits = state + (token_ids + 1) * _signed(_GAMMA)
     bits = bits.bitwise_xor_((bits >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(_MIX_1))

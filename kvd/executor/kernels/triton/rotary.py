@@ -25,47 +25,48 @@ def _rotate_and_write(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """One program for a head of a token; heads as they lie in the product: queries, keys, values."""
+    """One program a token; its heads as they lie in the product: queries, keys, values. A head is two halves, the pairs' coordinates."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
     position = tl.load(positions + token)
     half: tl.constexpr = HEAD_DIM // 2
+    num_rotated: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
+    num_all: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    head = tl.arange(0, HEADS)
     column = tl.arange(0, HALF)
-    inside = column < half
-    source = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM + column
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    is_rotated = head < NUM_HEADS + NUM_KV_HEADS
-    if is_rotated:
-        if HAS_NORM:
-            scale = tl.rsqrt((tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / HEAD_DIM + eps)
-            weight = head_norm + head * HEAD_DIM + column
-            first = (first * scale).to(qkv.dtype.element_ty).to(tl.float32) * tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-            second = (second * scale).to(qkv.dtype.element_ty).to(tl.float32) * tl.load(weight + half, mask=inside, other=0.0).to(
-                tl.float32
-            )
-        angle = tl.maximum(position, 0).to(tl.int64) * half + column
-        cosine = tl.load(cosines + angle, mask=inside, other=0.0)
-        sine = tl.load(sines + angle, mask=inside, other=0.0)
-        turned = first * cosine - second * sine
-        second = second * cosine + first * sine
-        first = turned
-    if head < NUM_HEADS:
-        target = q_out + (token * NUM_HEADS + head) * HEAD_DIM + column
-        tl.store(target, first.to(q_out.dtype.element_ty), mask=inside)
-        tl.store(target + half, second.to(q_out.dtype.element_ty), mask=inside)
-    elif position >= 0:
-        row = tl.load(token_rows + token).to(tl.int64)
-        block = tl.load(tables + row * table_stride + position // BLOCK).to(tl.int64)
-        is_value = (head >= NUM_HEADS + NUM_KV_HEADS).to(tl.int64)
-        kv_head = head - NUM_HEADS - is_value * NUM_KV_HEADS
-        place = (block * planes_per_block + plane + is_value) * BLOCK + position % BLOCK
-        target = pool + (place * NUM_KV_HEADS + kv_head) * HEAD_DIM + column
-        tl.store(target, first.to(pool.dtype.element_ty), mask=inside)
-        tl.store(target + half, second.to(pool.dtype.element_ty), mask=inside)
+    is_there = (head < num_all)[:, None] & (column < half)[None, :]
+    is_rotated = (head < num_rotated)[:, None] & (column < half)[None, :]
+    within = head[:, None] * HEAD_DIM + column[None, :]
+    source = qkv + token * num_all * HEAD_DIM + within
+    first = tl.load(source, mask=is_there, other=0.0).to(tl.float32)
+    second = tl.load(source + half, mask=is_there, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / HEAD_DIM + eps)[:, None]
+        normal_first = (first * scale).to(qkv.dtype.element_ty).to(tl.float32)
+        normal_second = (second * scale).to(qkv.dtype.element_ty).to(tl.float32)
+        first = tl.where(is_rotated, normal_first * tl.load(head_norm + within, mask=is_rotated, other=0.0).to(tl.float32), first)
+        second = tl.where(is_rotated, normal_second * tl.load(head_norm + within + half, mask=is_rotated, other=0.0).to(tl.float32), second)
+    angle = tl.maximum(position, 0).to(tl.int64) * half + column
+    cosine = tl.where(is_rotated, tl.load(cosines + angle, mask=column < half, other=0.0)[None, :], 1.0)
+    sine = tl.where(is_rotated, tl.load(sines + angle, mask=column < half, other=0.0)[None, :], 0.0)
+    turned_first = first * cosine - second * sine
+    turned_second = second * cosine + first * sine
+    is_query = (head < NUM_HEADS)[:, None] & is_there
+    queries = q_out + token * NUM_HEADS * HEAD_DIM + within
+    tl.store(queries, turned_first.to(q_out.dtype.element_ty), mask=is_query)
+    tl.store(queries + half, turned_second.to(q_out.dtype.element_ty), mask=is_query)
+    row = tl.load(token_rows + token).to(tl.int64)
+    block = tl.load(tables + row * table_stride + position // BLOCK, mask=position >= 0, other=0).to(tl.int64)
+    is_value = (head >= num_rotated).to(tl.int64)
+    kv_head = head - NUM_HEADS - is_value * NUM_KV_HEADS
+    place = (block * planes_per_block + plane + is_value) * BLOCK + position % BLOCK
+    kept = pool + ((place * NUM_KV_HEADS + kv_head) * HEAD_DIM)[:, None] + column[None, :]
+    is_kept = (head >= NUM_HEADS)[:, None] & is_there & (position >= 0)
+    tl.store(kept, turned_first.to(pool.dtype.element_ty), mask=is_kept)
+    tl.store(kept + half, turned_second.to(pool.dtype.element_ty), mask=is_kept)
 
 
 def rotate_and_write(
@@ -95,7 +96,7 @@ def rotate_and_write(
     num_all_heads = num_heads + 2 * num_kv_heads
     head_dim = qkv.shape[1] // num_all_heads
     queries = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    _rotate_and_write[(num_tokens, num_all_heads)](
+    _rotate_and_write[(num_tokens,)](
         qkv,
         qkv if head_norm is None else head_norm,
         positions,
@@ -113,9 +114,9 @@ def rotate_and_write(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK=block_size_tokens,
+        HEADS=triton.next_power_of_2(num_all_heads),
         HALF=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=head_norm is not None,
-        num_warps=1,
     )
     return queries
 
