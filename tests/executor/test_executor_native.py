@@ -1,0 +1,322 @@
+"""The native decoder: torch's numbers for every kind of model, and the same bits whatever shares the step."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+import random  # noqa: E402
+from dataclasses import replace  # noqa: E402
+
+import torch  # noqa: E402
+from native_runner import native_decoder, native_runner  # noqa: E402
+
+from kvd.executor.kernels.cpu import native  # noqa: E402
+from kvd.executor.kv_pool import KvPool  # noqa: E402
+from kvd.executor.models.decoder import Decoder, allocate_weights  # noqa: E402
+from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec, RopeType  # noqa: E402
+from kvd.executor.runner import TorchRunner  # noqa: E402
+from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, SharedRuns, StartedRow  # noqa: E402
+from kvd.types import SamplingParams, pack_tokens  # noqa: E402
+
+if native.status().isa is None:
+    pytest.skip(native.status().reason, allow_module_level=True)
+
+SIZE = 16
+VOCAB = 300
+GREEDY = SamplingParams(temperature=0.0)
+PROMPT_TOKENS = 203
+LLAMA = ModelSpec(
+    architecture=Architecture.LLAMA,
+    name="tiny",
+    num_layers=2,
+    hidden_size=48,
+    intermediate_size=72,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=VOCAB,
+    max_positions=512,
+    rms_norm_eps=1e-5,
+    rope=RopeSpec(),
+    windows=(0, 0),
+    qkv_bias=False,
+    qk_norm=False,
+    tied_head=False,
+    eos_token_ids=(0,),
+    weights_format="safetensors",
+    weights_dtype="float32",
+)
+YARN = RopeSpec(type=RopeType.YARN, theta=1000.0, factor=4.0, attention_factor=1.1386, original_max_positions=64)
+MODELS = {
+    "llama": LLAMA,
+    "llama-wide": replace(LLAMA, hidden_size=80, num_heads=3, num_kv_heads=1, head_dim=64, tied_head=True),
+    "mistral-window": replace(LLAMA, architecture=Architecture.MISTRAL, windows=(100, 100), head_dim=48),
+    "qwen2-yarn": replace(LLAMA, architecture=Architecture.QWEN2, qkv_bias=True, rope=YARN, num_kv_heads=4),
+    "qwen3-window": replace(LLAMA, architecture=Architecture.QWEN3, qk_norm=True, tied_head=True, windows=(0, 70), head_dim=32),
+}
+
+
+def make_weights(spec, seed=7):
+    weights = allocate_weights(spec, dtype=torch.float32, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [weights.embedding, weights.final_norm, weights.head]
+    for layer in weights.layers:
+        tensors += [tensor for name in type(layer).__slots__ if (tensor := getattr(layer, name)) is not None]
+    for tensor in tensors:
+        tensor.normal_(0, 1.0 if tensor is weights.embedding else 0.25, generator=generator).add_(1.0 if tensor.dim() == 1 else 0.0)
+    return weights
+
+
+def prompt_of(length, seed=0):
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+def start(tokens, block_ids, *, row=0, num_tokens=None, num_computed=0, num_prompt_tokens=None, **more):
+    todo = len(tokens) - num_computed if num_tokens is None else num_tokens
+    prompt_tokens = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
+    return StartedRow(row, pack_tokens(tokens), prompt_tokens, num_computed, todo, tuple(block_ids), GREEDY, **more)
+
+
+def step(started=(), rows=(), num_tokens=(), **more):
+    return SchedulerOutput(3, tuple(started), ContinuedRows(list(rows), list(num_tokens), [0] * (len(rows) + 1), []), **more)
+
+
+def decode(runner, count, row=0):
+    return [runner.execute(step(rows=[row], num_tokens=[1])).token_ids[0] for _ in range(count)]
+
+
+class Tiny:
+    """One model: its weights, its native decoder, and what a run of its prompt alone gives."""
+
+    def __init__(self, name, dtype=torch.float32):
+        self.spec = MODELS[name]
+        self.weights = make_weights(self.spec)
+        self.kv_type = str(dtype).removeprefix("torch.")
+        self.decoder = native_decoder(self.spec, self.weights, dtype, 400)
+        runner, self.pool, model = self.runner()
+        self.tokens = runner.execute(step([start(prompt_of(PROMPT_TOKENS), range(20))])).token_ids + decode(runner, 11)
+        self.logits = model.seen[0]
+
+    def runner(self, num_blocks=128):
+        return native_runner(self.decoder, self.spec, num_blocks, self.kv_type)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def tiny(request):
+    return Tiny(request.param)
+
+
+def same_bits(ours, theirs):
+    return len(ours) == len(theirs) and all(torch.equal(left, right) for left, right in zip(ours, theirs, strict=True))
+
+
+def test_float32_is_that_of_torch(tiny):
+    pool = KvPool(tiny.spec, 32, SIZE, torch.float32, "cpu")
+    seen = []
+
+    class Watched(Decoder):
+        def logits(self, hidden):
+            seen.append(super().logits(hidden))
+            return seen[-1].clone()
+
+    runner = TorchRunner(Watched(tiny.spec, tiny.weights), tiny.spec, pool, max_rows=4, max_model_len=400)
+    expected = runner.execute(step([start(prompt_of(PROMPT_TOKENS), range(20))])).token_ids + decode(runner, 11)
+    assert tiny.tokens == expected
+    ours, theirs = torch.stack(tiny.logits), torch.cat(seen)
+    torch.testing.assert_close(ours, theirs, atol=2e-5 * float(theirs.abs().max()), rtol=0)
+
+
+def test_bfloat16_is_as_near_to_float32_as_torchs(tiny):
+    narrow = Tiny(next(name for name, spec in MODELS.items() if spec is tiny.spec), torch.bfloat16)
+    converted = allocate_weights(tiny.spec, dtype=torch.bfloat16, device=torch.device("cpu"))
+    for name in ("embedding", "final_norm", "head"):
+        getattr(converted, name).copy_(getattr(tiny.weights, name))
+    for target, source in zip(converted.layers, tiny.weights.layers, strict=True):
+        for name in type(source).__slots__:
+            if getattr(source, name) is not None:
+                getattr(target, name).copy_(getattr(source, name))
+    seen = []
+
+    class Watched(Decoder):
+        def logits(self, hidden):
+            seen.append(super().logits(hidden))
+            return seen[-1].clone()
+
+    pool = KvPool(tiny.spec, 32, SIZE, torch.bfloat16, "cpu")
+    runner = TorchRunner(Watched(tiny.spec, converted), tiny.spec, pool, max_rows=4, max_model_len=400)
+    runner.execute(step([start(prompt_of(PROMPT_TOKENS), range(20))]))
+    exact, torchs, ours = tiny.logits[0], seen[0][0], narrow.logits[0]
+    assert (ours - exact).square().mean() < 2 * (torchs - exact).square().mean()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_chunks_and_companions_change_no_bit(tiny, seed):
+    rng = random.Random(seed)
+    runner, _, model = tiny.runner(256)
+    free = rng.sample(range(256), 256)
+    table, done, tokens, others = [free.pop() for _ in range(14)], 0, [], []
+    prompt = prompt_of(PROMPT_TOKENS)
+    while len(tokens) < 12:
+        chunk = min(rng.choice((1, 3, 17, 64, 90)), PROMPT_TOKENS - done) if done < PROMPT_TOKENS else 1
+        released = [others.pop(0)] if len(others) > 4 else []
+        unused = [row for row in range(1, 8) if row not in others and row not in released]
+        begun = []
+        if unused and len(free) > 20:
+            length = rng.randint(1, 120)
+            begun.append(start(prompt_of(length, rng.random()), [free.pop() for _ in range(9)], row=unused[0]))
+        rows = [row for row in others if rng.random() < 0.7]
+        counts = [1] * len(rows)
+        if done:
+            rows.append(0)
+            counts.append(chunk)
+        else:
+            begun.append(start(prompt, table, num_tokens=chunk))
+        output = runner.execute(step(begun, rows, counts, released=tuple(released)))
+        assert output.failed_rows == ()
+        others += [row.row for row in begun if row.row]
+        done += chunk
+        tokens += [token_id for row, token_id in zip(output.rows, output.token_ids, strict=True) if row == 0]
+    assert tokens == tiny.tokens
+    assert same_bits(model.seen[0], tiny.logits)
+
+
+def test_a_preempted_and_a_hit_row_go_on_with_the_same_bits(tiny):
+    runner, _, model = tiny.runner()
+    prompt = prompt_of(PROMPT_TOKENS)
+    known = [*prompt, *tiny.tokens[:5]]
+    runner.execute(step([start(known, range(40, 60), row=1, num_prompt_tokens=PROMPT_TOKENS)]))
+    assert decode(runner, 6, row=1) == tiny.tokens[6:]
+    assert same_bits(model.seen[1], tiny.logits[5:])
+    shared = tuple(range(40, 40 + PROMPT_TOKENS // SIZE))
+    runner.execute(step([start(prompt, [*shared, *range(70, 76)], row=2, num_computed=len(shared) * SIZE)]))
+    assert decode(runner, 11, row=2) == tiny.tokens[1:]
+    assert same_bits(model.seen[2], tiny.logits)
+
+
+def test_a_fork_writes_its_own_copy(tiny):
+    runner, _, model = tiny.runner()
+    prompt = prompt_of(PROMPT_TOKENS)
+    runner.execute(step([start(prompt, range(20))]))
+    fork = start(
+        [*prompt, tiny.tokens[0]], [*range(12), 30, 31], row=1, num_computed=PROMPT_TOKENS, num_prompt_tokens=PROMPT_TOKENS, choice=1
+    )
+    runner.execute(step([fork], [0], [1], copies=(BlockCopy(12, 30, 12, 1),)))
+    for _ in range(10):
+        runner.execute(step([], [0, 1], [1, 1]))
+    assert same_bits(model.seen[0], tiny.logits)
+    assert same_bits(model.seen[1], tiny.logits[1:])
+
+
+def test_shared_runs_change_no_bit(tiny):
+    """Six rows on one prefix of 192 positions, three of them on 64 more; the same steps with and without runs."""
+    prefix, longer = prompt_of(192, 5), prompt_of(64, 6)
+
+    def run(runs):
+        runner, _, model = tiny.runner()
+        runner.execute(step([start([*prefix, *longer, 1], range(17), row=7)]))
+        rows = []
+        for row in range(6):
+            held = [*prefix, *longer] if row % 2 else prefix
+            own = prompt_of(1 + 9 * row, row)
+            table = [*range(len(held) // SIZE), *range(20 + 8 * row, 28 + 8 * row)]
+            rows.append(start([*held, *own], table, row=row, num_computed=len(held)))
+        runner.execute(step(rows, released=(7,), **({"shared_runs": runs} if runs else {})))
+        for _ in range(3):
+            runner.execute(step([], range(6), [1] * 6, **({"shared_runs": runs} if runs else {})))
+        return model.seen
+
+    plain = run(None)
+    runs = SharedRuns(first_block=[0, 12], end_block=[12, 16], row_offsets=[0, 6, 9], rows=[0, 1, 2, 3, 4, 5, 1, 3, 5])
+    shared = run(runs)
+    assert all(same_bits(shared[row], plain[row]) for row in range(6))
+
+
+def test_restored_blocks_give_the_same_bits(tiny):
+    runner, pool, _ = tiny.runner()
+    prompt = prompt_of(PROMPT_TOKENS)
+    runner.execute(step([start(prompt, range(20))]))
+    saved = bytearray(12 * pool.row_bytes)
+    pool.read_blocks(range(12), memoryview(saved))
+    other, other_pool, model = tiny.runner(64)
+    places = random.Random(1).sample(range(64), 20)
+    other_pool.write_blocks(places[:12], memoryview(bytes(saved)))
+    other.execute(step([start(prompt, places, num_computed=12 * SIZE)]))
+    assert decode(other, 11) == tiny.tokens[1:]
+    assert same_bits(model.seen[0], tiny.logits)
+
+
+def test_every_instruction_set_computes_the_same_model():
+    module = native.module()
+    best = module.isa()
+    results = {}
+    try:
+        for isa in module.available_isas():
+            module.set_isa(isa)
+            results[isa] = Tiny("qwen3-window")
+    finally:
+        module.set_isa(best)
+    for result in results.values():
+        assert result.tokens == results[best].tokens
+        torch.testing.assert_close(torch.stack(result.logits), torch.stack(results[best].logits), atol=2e-4, rtol=0)
+
+
+def test_a_row_with_nan_fails_alone_and_leaves_nothing_in_its_blocks():
+    spec = MODELS["llama"]
+    weights = make_weights(spec)
+    healthy = Tiny("llama")
+    weights.embedding[VOCAB - 1] = float("nan")
+    decoder = native_decoder(spec, weights, torch.float32, 400)
+    runner, _, model = native_runner(decoder, spec, 40)
+    prompt = prompt_of(PROMPT_TOKENS)
+    clean = [token_id % (VOCAB - 1) for token_id in prompt]
+    assert clean == prompt
+    sick = start([*range(1, 20), VOCAB - 1, *range(1, 18)], range(20, 24), row=1, num_tokens=25)
+    output = runner.execute(step([sick, start(prompt, range(20))]))
+    assert (output.rows, output.token_ids, output.failed_rows) == ([0], healthy.tokens[:1], (1,))
+    output = runner.execute(step([], [1, 0], [12, 1]))
+    assert (output.rows, output.failed_rows) == ([0], (1,))
+    output = runner.execute(step([start(prompt[:5], (21, 22), row=1)], [0], [1], released=(1,)))
+    assert (sorted(output.rows), output.failed_rows) == ([0, 1], ())
+    for _ in range(9):
+        assert runner.execute(step([], [0, 1], [1, 1])).failed_rows == ()
+    assert same_bits(model.seen[0], healthy.logits)
+
+
+def test_what_does_not_exist_is_refused_before_anything_is_written():
+    tiny = Tiny("llama")
+    runner, pool, _ = tiny.runner(8)
+    before, after = bytearray(8 * pool.row_bytes), bytearray(8 * pool.row_bytes)
+    pool.read_blocks(range(8), memoryview(before))
+    with pytest.raises(IndexError, match="token id 300 of 300"):
+        runner.execute(step([start([1, VOCAB], [0])]))
+    with pytest.raises(IndexError, match="block id 8 of 8"):
+        runner.execute(step([start([1] * 32, [0, 8], row=1)]))
+    pool.read_blocks(range(8), memoryview(after))
+    assert before == after
+
+
+def test_warm_up_touches_no_block_and_no_row(tiny):
+    runner, pool, model = tiny.runner()
+    runner.execute(step([start(prompt_of(PROMPT_TOKENS), range(20))]))
+    before, after = bytearray(128 * pool.row_bytes), bytearray(128 * pool.row_bytes)
+    pool.read_blocks(range(128), memoryview(before))
+    runner.warm_up()
+    pool.read_blocks(range(128), memoryview(after))
+    assert before == after
+    assert decode(runner, 11) == tiny.tokens[1:]
+    assert same_bits(model.seen[0], tiny.logits)
+
+
+def test_more_draws_than_tokens_and_mixed_sampling():
+    tiny = Tiny("llama")
+    runner, _, _ = tiny.runner()
+    prompt = prompt_of(PROMPT_TOKENS)
+    sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3, num_logprobs=2)
+    first = StartedRow(0, pack_tokens(prompt), len(prompt), 0, len(prompt), tuple(range(20)), sampled, num_choices=3)
+    second = start(prompt, range(20, 40), row=1)
+    output = runner.execute(step([first, second]))
+    assert sorted(zip(output.rows, output.choices, strict=True)) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert output.logprobs is not None
+    assert output.token_ids[output.rows.index(1)] == tiny.tokens[0]
