@@ -88,10 +88,12 @@ def start_frontend(
     observe: ObserveConfig,
     on_failure: Callable[[str], None],
     drain_timeout_s: float = _DRAIN_TIMEOUT_S,
+    load_text: Callable[[], Text] | None = None,
 ) -> Frontend:
     """Open the endpoints and start serving them, by a thread or a process as ``config.frontend`` says.
 
-    ``text_source`` is what ``kvd.text.model.load_text_model`` takes; it is loaded after the endpoints are open, off the caller's thread.
+    ``text_source`` is what ``kvd.text.model.load_text_model`` takes; it is loaded after the endpoints are open, off the caller's thread. A thread
+    takes it from ``load_text``, where that is given: the caller may want the same one.
     ``drain_timeout_s`` is for drains that state none. ``on_failure`` is called, from another thread, if the edge dies or the text model can't be loaded.
 
     Raises:
@@ -101,7 +103,7 @@ def start_frontend(
     setup = _Setup(transport=config, observe=observe, text_source=text_source, instance=instance, drain_timeout_s=drain_timeout_s)
     if config.frontend == "process":
         return _ProcessFrontend(setup, inbox, outbox, on_failure)
-    return _ThreadFrontend(setup, inbox, outbox, on_failure)
+    return _ThreadFrontend(setup, inbox, outbox, on_failure, load_text)
 
 
 def _load_text(source: str) -> Text:
@@ -110,10 +112,12 @@ def _load_text(source: str) -> Text:
     return load_text_model(source)
 
 
-def _make_server(setup: _Setup, inbox: InprocInbox, outbox: InprocOutbox, on_failure: Callable[[str], None]) -> TransportServer:
+def _make_server(
+    setup: _Setup, inbox: InprocInbox, outbox: InprocOutbox, on_failure: Callable[[str], None], load_text: Callable[[], Text] | None = None
+) -> TransportServer:
     return TransportServer(
         setup.transport,
-        load_text=lambda: _load_text(setup.text_source),
+        load_text=load_text or (lambda: _load_text(setup.text_source)),
         inbox=inbox,
         outbox=outbox,
         instance=setup.instance,
@@ -123,8 +127,15 @@ def _make_server(setup: _Setup, inbox: InprocInbox, outbox: InprocOutbox, on_fai
 
 
 class _ThreadFrontend:
-    def __init__(self, setup: _Setup, inbox: InprocInbox, outbox: InprocOutbox, on_failure: Callable[[str], None]) -> None:
-        self._server = _make_server(setup, inbox, outbox, on_failure)
+    def __init__(
+        self,
+        setup: _Setup,
+        inbox: InprocInbox,
+        outbox: InprocOutbox,
+        on_failure: Callable[[str], None],
+        load_text: Callable[[], Text] | None,
+    ) -> None:
+        self._server = _make_server(setup, inbox, outbox, on_failure, load_text)
         self._endpoints = self._server.bind()
         self._server.start()
 

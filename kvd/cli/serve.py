@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
 from collections.abc import Mapping
 from itertools import groupby
@@ -71,6 +72,7 @@ def command(config_file: Path | None, print_config: bool, **flags: object) -> in
     loaded = with_model(loaded)
     config = loaded.config
     end_at_once()
+    gc.disable()  # imports make hundreds of thousands of objects that stay; the daemon turns it on again when its loop begins
     from kvd.daemon import run
     from kvd.observe import logging
 

@@ -6,6 +6,7 @@ import datetime as dt
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -162,6 +163,22 @@ def load_text_model(source: str) -> TextModel:
     from kvd.text.chat_template import ChatTemplate
 
     return TextModel(tokenizer, ChatTemplate(template, tokenizer.facts.specials, tokenizer.facts.variables))
+
+
+class SharedTextModel:
+    """A text model for several threads of one process: loaded by the first that asks, once."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self._lock = threading.Lock()
+        self._model: TextModel | None = None
+
+    def load(self) -> TextModel:
+        """Errors are those of ``load_text_model``, and come again at the next call."""
+        with self._lock:
+            if self._model is None:
+                self._model = load_text_model(self.source)
+            return self._model
 
 
 def _directory_template(path: Path) -> str | None:
