@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 from kvd.config import ConfigError
@@ -25,6 +26,11 @@ def check_pool_fits(kv_memory: int, meminfo: Path = _MEMINFO) -> None:
         raise ConfigError(
             f"kv_memory = {kv_memory}: this machine has {left} bytes of memory left; give less, or nothing for an automatic size"
         )
+
+
+def map_memory(num_bytes: int) -> memoryview:
+    """Writable pages of their own, touched by whoever writes first."""
+    return memoryview(mmap.mmap(-1, num_bytes))
 
 
 def _bytes_of(meminfo: Path, name: str) -> int:

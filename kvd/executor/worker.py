@@ -7,10 +7,12 @@ the work. Any thread may hand work over; several steps may be in flight.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import Queue
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
+from kvd.executor.host_memory import map_memory
 from kvd.observe.failpoints import declare, failpoint
 from kvd.step import ExecutorOutput, SchedulerOutput
 from kvd.types import BlockId, KvGroup
@@ -19,6 +21,8 @@ declare("executor.step")
 
 QUEUE_CAPACITY = 64
 """Items that may wait. Steps in flight and staged copies stay far below it; a caller beyond it sleeps until the thread has caught up."""
+
+_DEVICE_POLL_S = 0.0005
 
 
 class ExecutorError(Exception):
@@ -33,43 +37,78 @@ class ExecutorClosedError(ExecutorError):
     """Work was handed over after ``close``."""
 
 
+@runtime_checkable
+class Later(Protocol):
+    """What a device still works on, in the order of the queue; any one thread at a time may ask."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> Any:
+        """Wait for the device; raises what went wrong there."""
+
+
 class Runner(Protocol):
-    """What the thread drives; called from that thread alone, except ``groups``."""
+    """What the thread drives; called from that thread alone, except ``groups``.
+
+    A runner on a device of its own need not wait for it: it returns a ``Later`` when the work is in the device's queue.
+    """
 
     def groups(self) -> tuple[KvGroup, ...]: ...
 
-    def execute(self, step: SchedulerOutput) -> ExecutorOutput: ...
+    def execute(self, step: SchedulerOutput) -> ExecutorOutput | Later: ...
 
-    def read_blocks(self, group: str, block_ids: Sequence[BlockId], memory: memoryview) -> None: ...
+    def read_blocks(self, group: str, block_ids: Sequence[BlockId], memory: memoryview) -> Later | None: ...
 
-    def write_blocks(self, group: str, block_ids: Sequence[BlockId], memory: memoryview) -> None: ...
+    def write_blocks(self, group: str, block_ids: Sequence[BlockId], memory: memoryview) -> Later | None: ...
 
 
 class WorkTicket:
-    """One item of the queue: not done, or done with a result or an error."""
+    """One item of the queue: not done, or done with a result or an error; or launched, and done when the device is.
 
-    __slots__ = ("_done", "_error", "_result")
+    What a device still works on is taken by whoever asks first, one thread at a time.
+    """
+
+    __slots__ = ("_error", "_handled", "_later", "_lock", "_result")
 
     def __init__(self) -> None:
-        self._done = threading.Event()
+        self._handled = threading.Event()
+        self._lock = threading.Lock()
+        self._later: Later | None = None
         self._result: Any = None
         self._error: BaseException | None = None
 
     @property
     def error(self) -> BaseException | None:
         """What the item raised, once it is done."""
+        if self.done():
+            self._settle()
         return self._error
 
     def done(self) -> bool:
-        return self._done.is_set()
+        if not self._handled.is_set():
+            return False
+        later = self._later
+        try:
+            return later is None or later.done()
+        except Exception:  # a device that has failed says so at every question; ``result`` will tell
+            return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Sleep until the item is done or the time is over; whether it is done. Raises nothing of the item's."""
-        return self._done.wait(timeout_s)
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        if not self._handled.wait(timeout_s):
+            return False
+        while deadline_s is not None and not self.done():
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_DEVICE_POLL_S)
+        self._settle()
+        return True
 
     def result(self) -> Any:
         """Wait; the item's result, or whatever it raised."""
-        self._done.wait()
+        self._handled.wait()
+        self._settle()
         if self._error is not None:
             raise self._error
         return self._result
@@ -78,17 +117,35 @@ class WorkTicket:
         """The thread's word on the item, once."""
         self._result = result
         self._error = error
-        self._done.set()
+        self._handled.set()
+
+    def launched(self, later: Later) -> None:
+        """Instead of ``finish``: a device has the item."""
+        self._later = later
+        self._handled.set()
+
+    def _settle(self) -> None:
+        if self._later is None:
+            return
+        with self._lock:
+            if self._later is not None:
+                try:
+                    self._result = self._later.result()
+                except Exception as error:
+                    self._error = error
+                self._later = None
 
 
 class ExecutorThread:
-    """Runs ``runner`` on a daemon thread of its own.
+    """Runs ``runner`` on a daemon thread of its own. The thread launches what a device computes and does not wait for it: whoever holds the ticket does.
 
     After an item raised, every later item, queued or handed over afterwards, fails with ``ExecutorFailedError``.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, host_memory: Callable[[int], memoryview] = map_memory) -> None:
         self._runner = runner
+        self.host_memory = host_memory
+        """Makes writable memory of so many bytes that blocks are copied to and from at full speed."""
         self._groups = runner.groups()
         self._row_bytes = {group.name: group.row_bytes for group in self._groups}
         self._queue: Queue[tuple[WorkTicket, Callable[[], Any]] | None] = Queue(QUEUE_CAPACITY)
@@ -150,7 +207,7 @@ class ExecutorThread:
         if memory.nbytes != len(block_ids) * row_bytes:
             raise ValueError(f"{memory.nbytes} bytes of memory for {len(block_ids)} rows of {row_bytes} bytes")
 
-    def _execute(self, step: SchedulerOutput) -> ExecutorOutput:
+    def _execute(self, step: SchedulerOutput) -> ExecutorOutput | Later:
         failpoint("executor.step")
         return self._runner.execute(step)
 
@@ -176,7 +233,11 @@ class ExecutorThread:
                 self._failure = error
                 ticket.finish(None, error)
             else:
-                ticket.finish(result, None)
+                if isinstance(result, Later):
+                    ticket.launched(result)
+                else:
+                    ticket.finish(result, None)
+                del result
             del item, ticket, work  # an idle thread must not keep a step's or a copy's memory alive
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvd.cache.events import BlockOrigin
@@ -32,6 +32,10 @@ class BlockIO(Protocol):
     """
 
     def groups(self) -> tuple[KvGroup, ...]: ...
+
+    @property
+    def host_memory(self) -> Callable[[int], memoryview]:
+        """Makes writable memory of so many bytes that blocks are copied to and from at full speed."""
 
     def copy_out(self, group: str, block_ids: Sequence[BlockId], memory: memoryview) -> Ticket: ...
 

@@ -59,7 +59,9 @@ def assemble(
     log: Log,
 ) -> Running:
     """The parts, connected and not yet started."""
-    staging = StagingPool(groups, buffer_bytes=config.checkpoint_bytes_per_step, num_buffers=_NUM_STAGING_BUFFERS)
+    staging = StagingPool(
+        groups, buffer_bytes=config.checkpoint_bytes_per_step, num_buffers=_NUM_STAGING_BUFFERS, allocate=block_io.host_memory
+    )
     wal = WalWriter(
         config.state_dir / WAL_NAME,
         recovered.log_position(),
@@ -140,7 +142,7 @@ def assemble(
             wal=wal,
             cost=LoadCost(sum(group.row_bytes for group in groups), block_size_tokens, always=config.cold_tier == "always"),
             groups=groups,
-            staging=StagingPool(groups, buffer_bytes=buffer_bytes, num_buffers=_NUM_COLD_BUFFERS),
+            staging=StagingPool(groups, buffer_bytes=buffer_bytes, num_buffers=_NUM_COLD_BUFFERS, allocate=block_io.host_memory),
             block_io=block_io,
             inbox=inbox,
             clock=clock,

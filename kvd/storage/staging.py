@@ -6,9 +6,8 @@ thread (copy-out) and the storage thread (checksum and write); a deque's append 
 
 from __future__ import annotations
 
-import mmap
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvd.types import KvGroup
 
@@ -18,10 +17,10 @@ class StagingBuffer:
 
     __slots__ = ("_regions", "_row_bytes", "max_blocks")
 
-    def __init__(self, groups: Sequence[KvGroup], max_blocks: int) -> None:
+    def __init__(self, groups: Sequence[KvGroup], max_blocks: int, allocate: Callable[[int], memoryview]) -> None:
         self.max_blocks = max_blocks
         self._row_bytes = {group.name: group.row_bytes for group in groups}
-        self._regions = {group.name: memoryview(mmap.mmap(-1, max(1, group.row_bytes * max_blocks))) for group in groups}
+        self._regions = {group.name: allocate(max(1, group.row_bytes * max_blocks)) for group in groups}
 
     def rows(self, group: str, num_blocks: int, first: int = 0) -> memoryview:
         """The memory of ``num_blocks`` rows from row ``first`` on."""
@@ -30,12 +29,12 @@ class StagingBuffer:
 
 
 class StagingPool:
-    """``num_buffers`` buffers of at most ``buffer_bytes`` each (one block at least)."""
+    """``num_buffers`` buffers of at most ``buffer_bytes`` each (one block at least), of the executor's memory (``BlockIO.host_memory``)."""
 
-    def __init__(self, groups: Sequence[KvGroup], *, buffer_bytes: int, num_buffers: int) -> None:
+    def __init__(self, groups: Sequence[KvGroup], *, buffer_bytes: int, num_buffers: int, allocate: Callable[[int], memoryview]) -> None:
         block_bytes = max(1, sum(group.row_bytes for group in groups))
         self.max_blocks = max(1, buffer_bytes // block_bytes)
-        self._free = deque(StagingBuffer(groups, self.max_blocks) for _ in range(num_buffers))
+        self._free = deque(StagingBuffer(groups, self.max_blocks, allocate) for _ in range(num_buffers))
 
     def take(self) -> StagingBuffer | None:
         """A free buffer, or None while all are under way. It is the one given back last: its pages are there already, and perhaps still in a cache."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -134,3 +135,98 @@ def test_close_runs_what_is_queued_and_refuses_the_rest(runner):
     runner.gate.set()
     assert executor.close(timeout_s=60)
     assert [ticket.result().step for ticket in tickets] == [0, 1, 2]
+
+
+class OnDevice:
+    """What a device works on until ``finish`` is set."""
+
+    def __init__(self, result, error=None):
+        self.finish = threading.Event()
+        self.num_taken = 0
+        self._result, self._error = result, error
+
+    def done(self):
+        return self.finish.is_set()
+
+    def result(self):
+        self.finish.wait()
+        self.num_taken += 1
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class LaunchingRunner(RecordingRunner):
+    """Hands steps and copies out to a device; step 13 fails there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched = []
+
+    def execute(self, step):
+        error = ArithmeticError("on the device") if step.step == 13 else None
+        self.launched.append(OnDevice(ExecutorOutput(step.step, [0], [0], [step.step]), error))
+        return self.launched[-1]
+
+    def read_blocks(self, group, block_ids, memory):
+        super().read_blocks(group, block_ids, memory)
+        self.launched.append(OnDevice(None))
+        return self.launched[-1]
+
+
+@pytest.fixture
+def launching():
+    runner = LaunchingRunner()
+    executor = ExecutorThread(runner)
+    yield runner, executor
+    for each in runner.launched:
+        each.finish.set()
+    assert executor.close(10)
+
+
+def wait_for(condition):
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def test_the_thread_launches_the_next_step_while_the_device_has_the_first(launching):
+    runner, executor = launching
+    tickets = [executor.submit(step(number)) for number in range(3)]
+    wait_for(lambda: len(runner.launched) == 3)
+    assert not any(ticket.done() for ticket in tickets)
+    assert not tickets[0].wait(0.01)
+    assert tickets[0].error is None, "asking waits for nothing"
+    runner.launched[0].finish.set()
+    assert tickets[0].done()
+    assert executor.collect(tickets[0]).token_ids == [0]
+    assert executor.collect(tickets[0]).token_ids == [0], "may be asked again"
+    assert runner.launched[0].num_taken == 1
+    assert not tickets[1].done()
+    runner.launched[2].finish.set()
+    assert executor.collect(tickets[2]).token_ids == [2]
+
+
+def test_a_copy_is_done_when_the_device_is(launching):
+    runner, executor = launching
+    runner.blocks[5] = b"five"
+    memory = executor.host_memory(ROW_BYTES)
+    ticket = executor.copy_out("target", [5], memory)
+    wait_for(lambda: runner.launched)
+    assert not ticket.done()
+    threading.Timer(0.01, runner.launched[0].finish.set).start()
+    assert ticket.wait(10)
+    assert ticket.error is None
+    assert bytes(memory) == b"five"
+
+
+def test_what_fails_on_the_device_is_raised_where_it_is_collected(launching):
+    runner, executor = launching
+    ticket = executor.submit(step(13))
+    wait_for(lambda: runner.launched)
+    runner.launched[0].finish.set()
+    assert ticket.wait()
+    assert isinstance(ticket.error, ArithmeticError)
+    with pytest.raises(ArithmeticError, match="on the device"):
+        executor.collect(ticket)
