@@ -5,6 +5,7 @@ VENV := .venv
 PURE := .venv-pure
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
+NATIVE := build/editable
 # OpenMP's threads spin while they wait: more of them than cores turn a test minute into ten.
 export GOMP_SPINCOUNT ?= 1000
 # Most tests wait for daemons: two workers, each with whole files, take little more than half of the time.
@@ -12,13 +13,13 @@ PYTEST := $(BIN)/python -m pytest -q --durations=15 -n 2 --dist loadfile
 # Marks of the tests that need more than the pure environment has.
 IMPURE := torch or store or socket or e2e or model or oracle or systemd
 
-.PHONY: demo test setup model lint test-pure test-full bench bench-persistence bench-rehydrate bench-trace soak install wheels clean
+.PHONY: demo test setup native model lint test-pure test-full bench bench-persistence bench-rehydrate bench-trace soak install wheels clean
 
 demo: model
 	$(BIN)/kvd demo
 
 # Each test runs once: the pure ones where torch, zmq and lmdb are not installed, the others where they are.
-test: test-pure model
+test: test-pure native model
 	$(PYTEST) -m "($(IMPURE)) and not full"
 
 setup: $(VENV)/.ready
@@ -26,8 +27,14 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml clients/python/pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade "pip>=25.1"
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e clients/python -e . --group dev
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) setuptools scikit-build-core nanobind
+	command -v cmake >/dev/null || $(BIN)/python -m pip install -q cmake ninja
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-build-isolation -e clients/python -e . --group dev
 	touch $@
+
+# The native kernels, once more where their sources changed; without a compiler there are none, and torch's serve.
+native: setup
+	test ! -f $(NATIVE)/build.ninja || PATH="$$PWD/$(BIN):$$PATH" cmake --build $(NATIVE)
 
 model: setup
 	$(BIN)/kvd pull smollm2
@@ -49,7 +56,7 @@ $(PURE)/.ready: pyproject.toml $(CONSTRAINTS)
 test-pure: $(PURE)/.ready
 	KVD_TEST_PURE=1 PYTHONPATH=.:clients/python $(PURE)/bin/python -m pytest -q -m "not ($(IMPURE) or full)"
 
-test-full: test-pure model
+test-full: test-pure native model
 	$(PYTEST) -m "$(IMPURE) or full" --timeout 1800
 
 # Without peers kvd alone: make bench PEERS="--peer vllm=http://127.0.0.1:8101 --server-command vllm='…'".

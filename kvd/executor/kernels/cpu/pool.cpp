@@ -1,7 +1,6 @@
 #include "pool.h"
 
 #include <linux/futex.h>
-#include <nanobind/nanobind.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -16,8 +15,6 @@
 #include <string>
 #include <thread>
 #include <vector>
-
-#include "module.h"
 
 namespace kvd {
 
@@ -178,13 +175,6 @@ void Pool::run_erased(int64_t num_pieces, void (*call)(const void*, int64_t, int
         for (uint32_t done; (done = state.num_done.load(std::memory_order_seq_cst)) != total;) futex_wait(&state.num_done, done);
         state.caller_sleeps.store(0, std::memory_order_relaxed);
     }
-}
-
-void register_pool(nanobind::module_& m) {
-    namespace nb = nanobind;
-    nb::class_<Pool>(m, "Pool", "Threads that share the work of all kernels.")
-        .def(nb::init<int>(), nb::arg("num_threads"), "`num_threads` counts the caller.")
-        .def_prop_ro("num_threads", &Pool::num_threads);
 }
 
 }  // namespace kvd
