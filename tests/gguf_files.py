@@ -42,8 +42,19 @@ def random_quantised(shape: tuple[int, ...], kind: str, rng: np.random.Generator
     return blocks.reshape(*shape[:-1], -1)
 
 
-def write_gguf(path: Path, shape: Shape, kind: str, *, metadata: dict[str, Any] | None = None, divisors: list[float] | None = None) -> Path:
-    """A model with random weights: matrices stored as ``kind``, vectors as F32. ``metadata`` adds or replaces own keys of the architecture."""
+def write_gguf(
+    path: Path,
+    shape: Shape,
+    kind: str,
+    *,
+    kinds: dict[str, str] | None = None,
+    metadata: dict[str, Any] | None = None,
+    divisors: list[float] | None = None,
+) -> Path:
+    """A model with random weights: matrices stored as ``kind``, vectors as F32.
+
+    ``kinds`` says otherwise for parts of names; ``metadata`` adds or replaces own keys of the architecture.
+    """
     rng = np.random.default_rng(7)
     writer = GGUFWriter(path, shape.architecture)
     writer.add_name("tiny")
@@ -68,7 +79,8 @@ def write_gguf(path: Path, shape: Shape, kind: str, *, metadata: dict[str, Any] 
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
     for name, size in _matrices(shape):
-        writer.add_tensor(name, random_quantised(size, kind, rng), raw_dtype=GGMLQuantizationType[kind])
+        stored = next((other for part, other in (kinds or {}).items() if part in name), kind)
+        writer.add_tensor(name, random_quantised(size, stored, rng), raw_dtype=GGMLQuantizationType[stored])
     for name, size in _vectors(shape):
         centre = 0.0 if name.endswith("bias") else 1.0
         writer.add_tensor(name, (centre + 0.2 * rng.standard_normal(size)).astype(np.float32))
