@@ -29,6 +29,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.socket, pytest.mark.store, pytest.mar
 ROOT = Path(__file__).parents[2]
 SOURCES = {"kvd": ROOT, "kvd-client": ROOT / "clients" / "python"}
 PACKAGES = {"kvd": "kvd", "kvd-client": "kvd_client"}
+PATH = "/usr/bin:/bin"
+NATIVE = "kvd/executor/kernels/cpu"
+SHOW_NATIVE = "from kvd.executor.kernels.cpu import native; status = native.status(); print(status.isa, status.reason)"
 ASK = """
 from kvd_client import Client
 with Client({endpoint!r}, connect_timeout_s=60) as client:
@@ -67,25 +70,28 @@ def project(name: str) -> dict:
     return tomllib.loads((SOURCES[name] / "pyproject.toml").read_text())["project"]
 
 
+def build(name: str, copy: Path, out: Path, path: str = PATH) -> Built:
+    """An sdist, and a wheel made from the unpacked sdist, of a copy of the sources: a checkout's ``build`` folder must not leak in."""
+    source = SOURCES[name]
+    for entry in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(source / entry, copy)
+    shutil.copytree(source / PACKAGES[name], copy / PACKAGES[name], ignore=shutil.ignore_patterns("__pycache__"))
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy), path=path)
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return Built(sdist, wheel)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Built]:
-    """sdists, and wheels made from the unpacked sdists, of a copy of the sources: a checkout's ``build`` folder must not leak in."""
-    found = {}
-    for name, source in SOURCES.items():
-        copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-        for entry in ("pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy(source / entry, copy)
-        shutil.copytree(source / PACKAGES[name], copy / PACKAGES[name], ignore=shutil.ignore_patterns("__pycache__"))
-        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy))
-        (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
-        found[name] = Built(sdist, wheel)
-    return found
+    """Both distributions, built where there is no compiler: the checkout's own module must not leak in either."""
+    tools = tmp_path_factory.mktemp("tools")
+    for tool in ("cmake", "ninja"):
+        (tools / tool).symlink_to(shutil.which(tool, path=f"{PATH}:{Path(sys.executable).parent}"))
+    return {name: build(name, tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist"), str(tools)) for name in SOURCES}
 
 
-def run(*command: str, cwd: Path | None = None) -> str:
-    result = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=cwd, env={"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
-    )
+def run(*command: str, cwd: Path | None = None, path: str = PATH) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env={"PATH": path, "HOME": "/nonexistent"})
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
@@ -176,6 +182,36 @@ def test_licence_types_and_all_modules_are_inside(built: dict[str, Built], name:
     assert len(modules) > 10
     shipped = {entry for entry in built[name].wheel_names() if ".dist-info/" not in entry}
     assert shipped == modules | {f"{PACKAGES[name]}/py.typed"}
+    assert built[name].wheel.name.endswith("-py3-none-any.whl")
+
+
+def test_sources_of_the_kernels_are_in_the_sdist(built: dict[str, Built]) -> None:
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / NATIVE).iterdir() if path.suffix in {".cpp", ".h", ".txt"}}
+    assert len(sources) > 10
+    assert sources <= built["kvd"].sdist_names()
+    assert not {"tests", "clients", "docs"} & {entry.partition("/")[0] for entry in built["kvd"].sdist_names()}
+
+
+def test_without_a_compiler_there_are_no_native_kernels_and_that_is_said(daemon_python: Path, tmp_path: Path) -> None:
+    """What else works there the tests of the installed daemon show."""
+    assert run(str(daemon_python), "-c", SHOW_NATIVE, cwd=tmp_path).startswith(
+        "None kvd was installed without them: there was no C++ compiler"
+    )
+
+
+@pytest.mark.full
+def test_with_a_compiler_the_wheel_brings_native_kernels(tmp_path: Path) -> None:
+    (source := tmp_path / "source").mkdir()
+    wheel = build("kvd", source, tmp_path / "dist")
+    (module,) = (entry for entry in wheel.wheel_names() if entry.startswith(f"{NATIVE}/_cpu."))
+    assert module.endswith(".so")
+    assert not any(entry.endswith((".cpp", ".h", ".txt")) for entry in wheel.wheel_names() if ".dist-info/" not in entry)
+    with zipfile.ZipFile(wheel.wheel) as archive:
+        archive.extractall(tmp_path / "unpacked")
+    shown = run(
+        sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'unpacked')!r}); {SHOW_NATIVE}", cwd=tmp_path
+    )  # -S: not the checkout's
+    assert shown.split()[0] in {"portable", "avx2", "avx512"}
 
 
 def test_installed_command(daemon_python: Path, tmp_path: Path) -> None:
