@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -45,6 +46,14 @@ def why_torch(setting: str, spec: HeadShape | None, device: torch.device, dtype:
     if reason and setting == "native":
         raise ConfigError(f"kernels = 'native': {reason}")
     return reason
+
+
+def has_gpu_kernels(setting: str, device: torch.device) -> bool:
+    """Whether kvd's Triton kernels compute on ``device``: on cuda, where torch brings Triton, unless ``kernels`` is ``torch``."""
+    return device.type == "cuda" and setting != "torch" and find_spec("triton") is not None
+
+
+GPU_KERNEL_FAMILY = f"triton-cuda-v{_NUMBERS_VERSION}"
 
 
 def kernel_family(*, quantised: bool) -> str:

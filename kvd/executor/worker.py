@@ -47,6 +47,14 @@ class Later(Protocol):
         """Wait for the device; raises what went wrong there."""
 
 
+class BlockCopies(Protocol):
+    """Copies between a pool's rows and memory: done when the call returns (a pool itself), or later."""
+
+    def read_blocks(self, block_ids: Sequence[BlockId], memory: memoryview) -> Later | None: ...
+
+    def write_blocks(self, block_ids: Sequence[BlockId], memory: memoryview) -> Later | None: ...
+
+
 class Runner(Protocol):
     """What the thread drives; called from that thread alone, except ``groups``.
 
