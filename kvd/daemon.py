@@ -32,9 +32,10 @@ from kvd.engine.pins import Pins
 from kvd.engine.reports import Reports, StartFacts, starting_report
 from kvd.engine.service_manager import ServiceManager
 from kvd.engine.start_progress import StartProgress
+from kvd.executor.head_start import HeadStart
 from kvd.executor.models.spec import ModelError, ModelSpec
 from kvd.frontend import Frontend, start_frontend
-from kvd.model_opening import OpenEngine, describe_model, open_engine
+from kvd.model_opening import OpenEngine, begin_opening, describe_model, open_engine
 from kvd.observe.progress import Progress
 from kvd.pin_rendering import current_recipes, known_ids
 from kvd.scheduler.scheduler import Scheduler
@@ -142,6 +143,7 @@ class Daemon:
         )
         self._loop: EngineLoop | None = None
         self._loading: Loading | None = None
+        self._head_start = HeadStart()
         self._progress = StartProgress(self._manager.progress, lambda: self._publish(State.REHYDRATING), self._clock)
         self._num_signals = 0
         self._may_interrupt = False
@@ -149,8 +151,8 @@ class Daemon:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the weights' thread runs, even after ``run``: then the process must not end in the interpreter's own way."""
-        return self._loading is not None and self._loading.is_loading
+        """Whether a thread that loads runs, even after ``run``: then the process must not end in the interpreter's own way."""
+        return self._head_start.is_running or (self._loading is not None and self._loading.is_loading)
 
     def run(self) -> int:
         os.umask(0o077)
@@ -167,6 +169,7 @@ class Daemon:
                 storage = Storage.lock(self._config.storage, clock=self._clock)
             self._allow_interrupts()
             spec = describe_model(self._config.model)
+            self._head_start = begin_opening(self._config, spec)
             self._may_interrupt = False  # an edge that is half started could not be ended
             frontend = self._start_frontend()
             self._allow_interrupts()
@@ -235,7 +238,7 @@ class Daemon:
 
     def _open_engine(self, storage: Storage, spec: ModelSpec | None) -> OpenEngine:
         started = self._clock.monotonic()
-        engine = open_engine(self._config, spec, storage.fingerprint_cache)
+        engine = open_engine(self._config, spec, storage.fingerprint_cache, self._head_start)
         self._facts.fingerprint = engine.fingerprint.hex()
         self._facts.kernels = str(engine.facts["kernels"])
         self._facts.startup["open_model"] = self._since(started)
@@ -303,7 +306,7 @@ class Daemon:
             pins=pins,
             reports=reports,
             clock=self._clock,
-            max_steps_in_flight=config.engine.max_steps_in_flight,
+            max_steps_in_flight=config.engine.max_steps_in_flight or engine.max_steps_in_flight,
             drain_timeout_s=config.engine.drain_timeout_s,
             log_steps=config.observe.log_steps,
             on_progress=self._manager.on_round,

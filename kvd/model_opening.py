@@ -10,6 +10,8 @@ from typing import Any
 
 from kvd.config import ConfigError, DaemonConfig, ModelConfig
 from kvd.executor.fake import FakeRunner
+from kvd.executor.head_start import HeadStart, begin
+from kvd.executor.host_cores import compute_threads
 from kvd.executor.host_memory import check_pool_fits
 from kvd.executor.models.inspect import inspect_model
 from kvd.executor.models.spec import ModelSpec
@@ -30,6 +32,8 @@ class OpenEngine:
     vocab_size: int
     executor: ExecutorThread
     load: Callable[[Callable[[int, int], None]], None]
+    max_steps_in_flight: int
+    """What ``engine.max_steps_in_flight`` 0 means."""
     facts: dict[str, Any]
 
 
@@ -49,9 +53,17 @@ def describe_model(config: ModelConfig) -> ModelSpec | None:
         raise ConfigError(f"model = {path}: {error.strerror}: {error.filename or path}") from error
 
 
-def open_engine(config: DaemonConfig, spec: ModelSpec | None, fingerprint_cache: Path) -> OpenEngine:
+def begin_opening(config: DaemonConfig, spec: ModelSpec | None) -> HeadStart:
+    """Begin on other threads what of ``open_engine`` and its ``load`` needs no torch."""
+    if spec is None:
+        return HeadStart()
+    threads = compute_threads(config.model.threads)
+    return begin(Path(config.model.model), spec, config.model, config.cache, num_threads=threads)
+
+
+def open_engine(config: DaemonConfig, spec: ModelSpec | None, fingerprint_cache: Path, head_start: HeadStart) -> OpenEngine:
     """Pool, fingerprint and executor of the model that ``describe_model`` described; the weights come with ``load``."""
-    return _open_fake(config) if spec is None else _open_torch(config, spec, fingerprint_cache)
+    return _open_fake(config) if spec is None else _open_torch(config, spec, fingerprint_cache, head_start)
 
 
 def _open_fake(config: DaemonConfig) -> OpenEngine:
@@ -70,20 +82,28 @@ def _open_fake(config: DaemonConfig) -> OpenEngine:
         vocab_size=257,
         executor=ExecutorThread(runner),
         load=lambda _: None,
+        max_steps_in_flight=1,
         facts={"executor": "fake", "kernels": "fake", "block_bytes": runner.groups()[0].row_bytes},
     )
 
 
-def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path) -> OpenEngine:
+def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path, head_start: HeadStart) -> OpenEngine:
     # OpenMP's threads spin while they wait for each other. Beside the loop's and the edge's threads that turns a step of 45 ms into seconds
     # on two busy cores; a short spin keeps most of the speed of a quiet machine. Read once, when torch loads its runtime.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    from kvd.executor.assemble import compute_threads, open_model
+    from kvd.executor.assemble import open_model
 
     threads = compute_threads(config.model.threads)
     opened = open_model(
-        Path(config.model.model), spec, config.model, config.cache, config.scheduler, threads=threads, digest_cache=fingerprint_cache
+        Path(config.model.model),
+        spec,
+        config.model,
+        config.cache,
+        config.scheduler,
+        threads=threads,
+        digest_cache=fingerprint_cache,
+        head_start=head_start,
     )
     runner: Runner = opened.runner
     return OpenEngine(
@@ -92,8 +112,9 @@ def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path) 
         num_blocks=opened.num_blocks,
         max_model_len=opened.max_model_len,
         vocab_size=opened.spec.vocab_size,
-        executor=ExecutorThread(runner),
+        executor=ExecutorThread(runner, opened.host_memory),
         load=opened.load,
+        max_steps_in_flight=opened.max_steps_in_flight,
         facts={
             "executor": "torch",
             "device": str(opened.device),

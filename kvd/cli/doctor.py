@@ -108,13 +108,17 @@ def _executor(loaded: settings.Settings) -> dict[str, Any]:
     if config.model.executor == "fake":
         return {"executor": "fake"}
     try:
-        from kvd.executor.assemble import compute_threads, pool_bytes, resolve_device, resolve_dtype
-        from kvd.executor.kernel_choice import kernel_family, why_torch
+        from kvd.executor.assemble import pool_bytes, resolve_device, resolve_dtype
+        from kvd.executor.host_cores import compute_threads
+        from kvd.executor.kernel_choice import GPU_KERNEL_FAMILY, has_gpu_kernels, kernel_family, why_torch
 
         device = resolve_device(config.model.device)
         dtype = resolve_dtype(config.model.dtype, device, "bfloat16")
         pool = pool_bytes(config.cache.kv_memory, device)
         reason = why_torch(config.model.kernels, None, device, dtype, config.cache.block_size_tokens)
+        kernels = f"torch ({reason})" if reason else kernel_family(quantised=False)
+        if has_gpu_kernels(config.model.kernels, device):
+            kernels = GPU_KERNEL_FAMILY
     except Exception as error:  # a broken torch is what a doctor is asked about
         return {"executor": "torch", "error": f"{type(error).__name__}: {error}"}
     return {
@@ -122,7 +126,7 @@ def _executor(loaded: settings.Settings) -> dict[str, Any]:
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
         "threads": compute_threads(config.model.threads),
-        "kernels": f"torch ({reason})" if reason else kernel_family(quantised=False),
+        "kernels": kernels,
         "kv_memory_bytes": pool,
     }
 

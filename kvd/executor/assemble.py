@@ -5,27 +5,28 @@ The pool exists before the weights are read, so that storage can rehydrate into 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 
 from kvd.config import CacheConfig, ConfigError, ModelConfig, SchedulerConfig
-from kvd.executor.host_memory import available_bytes, check_pool_fits
-from kvd.executor.kernel_choice import kernel_family, why_torch
+from kvd.executor.head_start import HeadStart
+from kvd.executor.host_memory import automatic_pool_bytes, check_pool_fits, map_memory
+from kvd.executor.kernel_choice import GPU_KERNEL_FAMILY, has_gpu_kernels, kernel_family, why_torch
 from kvd.executor.kv_pool import KvPool, PoolRows, row_bytes
+from kvd.executor.models.decoder import allocate_weights
 from kvd.executor.models.fingerprint import fingerprint
 from kvd.executor.models.spec import ModelSpec, fit_length
 from kvd.executor.models.weights.load import load_decoder
 from kvd.executor.models.weights.native import keeps_quantised
 from kvd.executor.native_kv_pool import NativeKvPool, native_row_bytes, resolve_kv_type
 from kvd.executor.runner import ModelRunner, TorchRunner
+from kvd.executor.worker import BlockCopies, Later
 from kvd.step import ExecutorOutput, SchedulerOutput
 from kvd.types import BlockId, KvGroup
 
-_AUTO_POOL_MAX_BYTES = 4 << 30
 _GPU_POOL_FRACTION = 0.9
 
 
@@ -59,8 +60,8 @@ def resolve_dtype(name: str, device: torch.device, weights_dtype: str) -> torch.
     return dtype
 
 
-def pool_bytes(configured: int, device: torch.device) -> int:
-    """Bytes of the KV pool; 0 means automatic, from the memory that is free now.
+def pool_bytes(configured: int, device: torch.device, weights_bytes: int = 0) -> int:
+    """Bytes of the KV pool; 0 means automatic, from the memory that is free now; on cuda ``weights_bytes`` of it are the weights'.
 
     Raises:
         ConfigError: more than this machine has.
@@ -71,26 +72,24 @@ def pool_bytes(configured: int, device: torch.device) -> int:
         return configured
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * _GPU_POOL_FRACTION)
-    return min(_AUTO_POOL_MAX_BYTES, available_bytes() // 2)
+        return max(0, int((free - weights_bytes) * _GPU_POOL_FRACTION))
+    return automatic_pool_bytes()
 
 
-def compute_threads(configured: int) -> int:
-    """Compute threads of the CPU executor; 0 means the physical cores that this process may use."""
-    if configured:
-        return configured
-    siblings = set()
-    for cpu in os.sched_getaffinity(0):
-        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        siblings.add(path.read_text() if path.exists() else str(cpu))
-    return len(siblings)
+def weights_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """What torch's decoder needs for the weights."""
+    weights = allocate_weights(spec, dtype=dtype, device=torch.device("meta"))
+    tensors = {weights.embedding, weights.final_norm, weights.head}
+    for layer in weights.layers:
+        tensors.update(getattr(layer, each.name) for each in fields(layer))
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 class LateRunner:
     """The runner before its weights are there: blocks can be read and written at once, steps only after ``attach``."""
 
-    def __init__(self, pool: PoolRows, fingerprint: bytes) -> None:
-        self._pool = pool
+    def __init__(self, pool: PoolRows, fingerprint: bytes, copies: BlockCopies | None = None) -> None:
+        self._copies = pool if copies is None else copies
         self._groups = (KvGroup("target", pool.row_bytes, fingerprint),)
         self._runner: ModelRunner | None = None
 
@@ -100,17 +99,17 @@ class LateRunner:
     def groups(self) -> tuple[KvGroup, ...]:
         return self._groups
 
-    def execute(self, step: SchedulerOutput) -> ExecutorOutput:
+    def execute(self, step: SchedulerOutput) -> ExecutorOutput | Later:
         assert self._runner is not None, "a step before the weights"
-        return self._runner.execute(step)
+        return self._runner.launch(step)
 
-    def read_blocks(self, group: str, block_ids: Sequence[BlockId], memory: memoryview) -> None:
+    def read_blocks(self, group: str, block_ids: Sequence[BlockId], memory: memoryview) -> Later | None:
         assert group == "target"
-        self._pool.read_blocks(block_ids, memory)
+        return self._copies.read_blocks(block_ids, memory)
 
-    def write_blocks(self, group: str, block_ids: Sequence[BlockId], memory: memoryview) -> None:
+    def write_blocks(self, group: str, block_ids: Sequence[BlockId], memory: memoryview) -> Later | None:
         assert group == "target"
-        self._pool.write_blocks(block_ids, memory)
+        return self._copies.write_blocks(block_ids, memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +132,11 @@ class OpenedModel:
     """Quantised weights stay so in memory."""
     fingerprint: bytes
     runner: LateRunner
+    head_start: HeadStart
+    host_memory: Callable[[int], memoryview]
+    """Makes memory that blocks are copied to and from at full speed."""
+    max_steps_in_flight: int
+    """Steps that keep the device busy: more than one where launching is not computing."""
 
     @property
     def num_blocks(self) -> int:
@@ -142,9 +146,12 @@ class OpenedModel:
         """Read the weights and run the warm-up steps; then ``runner`` takes steps. ``progress(done_bytes, total_bytes)`` is called as they come."""
         runner = self._make_runner(progress)
         runner.warm_up()
+        self.pool.wait_touched()
         self.runner.attach(runner)
 
     def _make_runner(self, progress: Callable[[int, int], None]) -> ModelRunner:
+        if self.kernel_family == GPU_KERNEL_FAMILY:
+            return self._make_gpu_runner(progress)
         if isinstance(self.pool, KvPool):
             decoder = load_decoder(self.path, self.spec, dtype=self.dtype, device=self.device, progress=progress)
             return TorchRunner(decoder, self.spec, self.pool, max_rows=self.max_rows, max_model_len=self.max_model_len)
@@ -160,9 +167,21 @@ class OpenedModel:
             max_model_len=self.max_model_len,
             max_step_tokens=self.max_step_tokens,
             progress=progress,
+            early=self.head_start.weights,
         )
         model = NativeModel(native_decoder, self.pool)
         return ModelRunner(model, self.pool, self.spec.vocab_size, max_rows=self.max_rows, max_model_len=self.max_model_len)
+
+    def _make_gpu_runner(self, progress: Callable[[int, int], None]) -> ModelRunner:
+        from kvd.executor.gpu.decode_graphs import CudaGraphs
+        from kvd.executor.gpu.device_runner import DeviceRunner
+        from kvd.executor.gpu.triton_model import TritonModel
+
+        assert isinstance(self.pool, KvPool)
+        weights = load_decoder(self.path, self.spec, dtype=self.dtype, device=self.device, progress=progress).weights
+        limits = {"max_rows": self.max_rows, "max_model_len": self.max_model_len}
+        model = TritonModel(self.spec, weights, self.pool, graphs=CudaGraphs(self.device), **limits)
+        return DeviceRunner(model, self.pool, self.spec.vocab_size, **limits)
 
 
 def open_model(
@@ -174,10 +193,11 @@ def open_model(
     *,
     threads: int,
     digest_cache: Path,
+    head_start: HeadStart | None = None,
 ) -> OpenedModel:
     """Decide device, dtype and pool, and allocate the pool (pages touched, so that no first request pays for them).
 
-    ``described`` is what ``inspect_model(path)`` says.
+    ``described`` is what ``inspect_model(path)`` says; ``head_start`` what was begun before torch was there.
 
     Raises:
         ConfigError: the pool is too small for one sequence or can't be allocated, or the settings don't fit the machine.
@@ -192,19 +212,29 @@ def open_model(
     quantised = not reason and keeps_quantised(spec, model.weights)
     kv_type = resolve_kv_type(cache.kv_dtype, dtype, reason)
     block_bytes = row_bytes(spec, dtype, cache.block_size_tokens) if reason else native_row_bytes(spec, kv_type)
-    num_blocks = pool_bytes(cache.kv_memory, device) // block_bytes
+    head_start = head_start or HeadStart()
+    memory = head_start.memory if device.type == "cpu" else None
+    if memory is not None:
+        num_bytes = memory.num_bytes
+    else:
+        num_bytes = pool_bytes(cache.kv_memory, device, weights_bytes(spec, dtype) if device.type == "cuda" else 0)
+    num_blocks = num_bytes // block_bytes
     if num_blocks < 2:
         raise ConfigError(
             f"kv_memory: {cache.kv_memory} bytes hold {num_blocks} blocks of {block_bytes} bytes; give at least {2 * block_bytes}"
         )
     try:
-        pool = KvPool(spec, num_blocks, cache.block_size_tokens, dtype, device) if reason else NativeKvPool(spec, num_blocks, kv_type)
-    except (RuntimeError, MemoryError) as error:  # torch's own errors are RuntimeErrors
+        if reason:
+            pool: PoolRows = KvPool(spec, num_blocks, cache.block_size_tokens, dtype, device, memory=memory)
+        else:
+            pool = NativeKvPool(spec, num_blocks, kv_type, memory=memory)
+    except (RuntimeError, MemoryError, OSError) as error:  # torch's own errors are RuntimeErrors
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"kv_memory = {cache.kv_memory}: {num_blocks * block_bytes} bytes can't be allocated on {device}: {reason}"
         ) from error
-    family = f"torch-{device.type}" if reason else kernel_family(quantised=quantised)
+    on_gpu = has_gpu_kernels(model.kernels, device)
+    family = GPU_KERNEL_FAMILY if on_gpu else f"torch-{device.type}" if reason else kernel_family(quantised=quantised)
     digest = fingerprint(
         path,
         spec,
@@ -225,8 +255,23 @@ def open_model(
         max_step_tokens=scheduler.max_tokens_per_step,
         threads=threads,
         kernel_family=family,
-        why_torch=reason,
+        why_torch="" if on_gpu else reason,
         quantised=quantised,
         fingerprint=digest,
-        runner=LateRunner(pool, digest),
+        runner=LateRunner(pool, digest, _side_stream_copies(pool) if on_gpu else None),
+        head_start=head_start,
+        host_memory=_pinned_memory() if on_gpu else map_memory,
+        max_steps_in_flight=2 if on_gpu else 1,
     )
+
+
+def _side_stream_copies(pool: PoolRows) -> BlockCopies:
+    from kvd.executor.gpu.block_copies import SideStreamCopies
+
+    return SideStreamCopies(pool)
+
+
+def _pinned_memory() -> Callable[[int], memoryview]:
+    from kvd.executor.gpu.block_copies import pinned_memory
+
+    return pinned_memory

@@ -8,11 +8,17 @@ from pathlib import Path
 from kvd.config import ConfigError
 
 _MEMINFO = Path("/proc/meminfo")
+_AUTO_POOL_MAX_BYTES = 4 << 30
 
 
 def available_bytes(meminfo: Path = _MEMINFO) -> int:
     """Memory that can be had without swapping."""
     return _bytes_of(meminfo, "MemAvailable")
+
+
+def automatic_pool_bytes(meminfo: Path = _MEMINFO) -> int:
+    """A pool's size where none is configured."""
+    return min(_AUTO_POOL_MAX_BYTES, available_bytes(meminfo) // 2)
 
 
 def check_pool_fits(kv_memory: int, meminfo: Path = _MEMINFO) -> None:

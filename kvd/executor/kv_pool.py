@@ -12,6 +12,7 @@ from typing import Protocol, Self
 import numpy as np
 import torch
 
+from kvd.executor.pool_memory import PoolMemory
 from kvd.types import BlockId
 
 LAYOUT = "block[layer,kv,position,kv_head,head_dim].v1"
@@ -37,25 +38,48 @@ def row_bytes(spec: KvShape, dtype: torch.dtype, block_size_tokens: int) -> int:
 
 
 class PoolRows:
-    """``num_blocks`` rows of ``row_bytes`` on ``device``, zero at first and with every page touched: a block's bytes, whatever their order.
+    """``num_blocks`` rows of ``row_bytes`` on ``device``, zero at first: a block's bytes, whatever their order.
 
-    ``dtype`` is that of the values of K and V.
+    ``dtype`` is that of the values of K and V. ``memory`` is taken on the host, if it is there and large enough.
 
     Raises:
-        RuntimeError: torch could not allocate the pool.
+        RuntimeError, OSError: the pool could not be allocated.
     """
 
     layout: str
     """Names the order inside a row; part of the fingerprint."""
 
-    def __init__(self, num_blocks: int, row_bytes: int, block_size_tokens: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        row_bytes: int,
+        block_size_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        memory: PoolMemory | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.row_bytes = row_bytes
         self.block_size_tokens = block_size_tokens
         self.dtype = dtype
         self.device = torch.device(device)
-        # fill_ and not torch.zeros: calloc would leave the pages to the first request
-        self._rows = torch.empty((num_blocks, row_bytes), dtype=torch.uint8, device=self.device).fill_(0)
+        if self.device.type == "cpu":
+            size = num_blocks * row_bytes
+            self._memory = memory if memory is not None and memory.num_bytes >= size else PoolMemory(size)
+            self._rows = torch.frombuffer(self._memory.buffer, dtype=torch.uint8, count=size).view(num_blocks, row_bytes)
+        else:
+            self._rows = torch.zeros((num_blocks, row_bytes), dtype=torch.uint8, device=self.device)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """uint8 ``[num_blocks, row_bytes]``."""
+        return self._rows
+
+    def wait_touched(self) -> None:
+        """Return when no page of the pool is left to be made by who writes to it first."""
+        if self.device.type == "cpu":
+            self._memory.wait_touched()
 
     def scratch(self, num_blocks: int) -> Self:
         """Another pool of the same kind, for steps that nobody keeps."""
@@ -104,8 +128,18 @@ class PoolRows:
             raise IndexError(f"block ids {ids.min()}..{ids.max()} of a pool of {self.num_blocks}")
         return ids
 
+    def device_ids(self, block_ids: Sequence[BlockId]) -> torch.Tensor:
+        """The ids, checked, as int64 on the pool's device.
+
+        Raises:
+            IndexError: no such block.
+        """
+        return self._ids(self._checked(block_ids))
+
     def _ids(self, ids: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(ids).to(self.device)
+        host = torch.from_numpy(ids)
+        # from pageable memory the host would wait for the steps that the device has in hand
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
 
 class KvPool(PoolRows):
@@ -113,8 +147,17 @@ class KvPool(PoolRows):
 
     layout = LAYOUT
 
-    def __init__(self, spec: KvShape, num_blocks: int, block_size_tokens: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__(num_blocks, row_bytes(spec, dtype, block_size_tokens), block_size_tokens, dtype, device)
+    def __init__(
+        self,
+        spec: KvShape,
+        num_blocks: int,
+        block_size_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        memory: PoolMemory | None = None,
+    ) -> None:
+        super().__init__(num_blocks, row_bytes(spec, dtype, block_size_tokens), block_size_tokens, dtype, device, memory=memory)
         self._spec = spec
         self.num_layers = spec.num_layers
         self.num_kv_heads = spec.num_kv_heads

@@ -13,6 +13,7 @@ import torch
 
 from kvd.config import ConfigError
 from kvd.executor.kv_pool import KvShape, PoolRows
+from kvd.executor.pool_memory import PoolMemory
 
 BLOCK_SIZE_TOKENS = 16
 """The kernels' own block size."""
@@ -50,11 +51,11 @@ class NativeKvPool(PoolRows):
     """Rows in the native kernels' order on the CPU, blocks of 16 positions; ``kv_type`` is float32, bfloat16 or int8.
 
     Raises:
-        RuntimeError: torch could not allocate the pool.
+        RuntimeError, OSError: the pool could not be allocated.
     """
 
-    def __init__(self, spec: KvShape, num_blocks: int, kv_type: str) -> None:
-        super().__init__(num_blocks, native_row_bytes(spec, kv_type), BLOCK_SIZE_TOKENS, _DTYPES[kv_type], "cpu")
+    def __init__(self, spec: KvShape, num_blocks: int, kv_type: str, *, memory: PoolMemory | None = None) -> None:
+        super().__init__(num_blocks, native_row_bytes(spec, kv_type), BLOCK_SIZE_TOKENS, _DTYPES[kv_type], "cpu", memory=memory)
         self._spec = spec
         self.kv_type = kv_type
         inside = "[kv_head,dim,position],v[kv_head,position,dim]"

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvd.executor.head_start import EarlyWeights
 from kvd.executor.input_batch import StepRows
 from kvd.executor.kernels.cpu import native
 from kvd.executor.models.rope import inverse_frequencies, rotation
@@ -33,10 +34,17 @@ def load_native_decoder(
     max_model_len: int,
     max_step_tokens: int,
     progress: Callable[[int, int], None],
+    early: EarlyWeights | None = None,
 ) -> Any:
-    """Read the weights at ``path`` into a native decoder over the process's pool of ``threads`` threads; errors are those of ``load_native``."""
+    """Read the weights at ``path`` into a native decoder over the process's pool of ``threads`` threads; errors are those of ``load_native``.
+
+    They are taken from ``early`` if these are the ones.
+    """
     pool = native.pool(threads)
-    weights = load_native(path, spec, dtype=str(dtype).removeprefix("torch."), pool=pool, quantised=quantised, progress=progress)
+    name = str(dtype).removeprefix("torch.")
+    weights = early.take(dtype=name, quantised=quantised, num_threads=threads, progress=progress) if early is not None else None
+    if weights is None:
+        weights = load_native(path, spec, dtype=name, pool=pool, quantised=quantised, progress=progress)
     return build_decoder(spec, weights, pool, dtype=dtype, max_model_len=max_model_len, max_step_tokens=max_step_tokens)
 
 

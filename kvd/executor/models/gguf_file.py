@@ -1,7 +1,7 @@
 """The header of a GGUF file (ggml's specification, versions 2 and 3, little-endian): metadata and where each tensor lies.
 
 The ``gguf`` package's own reader builds numpy views of every vocabulary entry, seconds for a real vocabulary; this one steps over
-strings in arrays, which no part of a model's description needs, and can name what is cut short. Storage types are the package's.
+strings in arrays, which no part of a model's description needs, and can name what is cut short, and needs no import that a start would wait for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,20 @@ from typing import Any
 
 from kvd.executor.models.spec import ModelError, UnsupportedModelError, WeightsError
 
-STORAGE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+_STORAGES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    30: ("BF16", 1, 2),
+    8: ("Q8_0", 32, 34),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+}
+"""By ggml's number: the name, values of a block, and bytes of a block."""
+
+STORAGE_TYPES = tuple(name for name, _, _ in _STORAGES.values())
 """The types of tensors that are read."""
 
 _VERSIONS = (2, 3)
@@ -83,8 +96,6 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def _tensors(cursor: _Cursor, num_tensors: int, metadata: dict[str, Any]) -> dict[str, GgufTensor]:
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
     found = []
     for _ in range(num_tensors):
         name = cursor.string()
@@ -97,21 +108,27 @@ def _tensors(cursor: _Cursor, num_tensors: int, metadata: dict[str, Any]) -> dic
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
         raise WeightsError(f"{cursor.origin}: damaged GGUF file: alignment {alignment!r}")
     start = -(-cursor.offset // alignment) * alignment
-    readable = {int(kind): kind for kind in GGMLQuantizationType}
     tensors: dict[str, GgufTensor] = {}
     for name, shape, type_id, offset in found:
-        kind = readable.get(type_id)
-        if kind is None or kind.name not in STORAGE_TYPES:
-            shown = kind.name if kind is not None else f"type {type_id}"
-            raise UnsupportedModelError(f"{cursor.origin}: tensor {name} is stored as {shown}; supported: {', '.join(STORAGE_TYPES)}")
-        block, block_bytes = GGML_QUANT_SIZES[kind]
+        storage = _STORAGES.get(type_id)
+        if storage is None:
+            raise UnsupportedModelError(
+                f"{cursor.origin}: tensor {name} is stored as {_storage_name(type_id)}; supported: {', '.join(STORAGE_TYPES)}"
+            )
+        kind, block, block_bytes = storage
         if name in tensors or shape[-1] % block:
             raise WeightsError(f"{cursor.origin}: damaged GGUF file: tensor {name} occurs twice or does not fill its blocks")
-        tensor = GgufTensor(name, shape, kind.name, start + offset, math.prod(shape) // block * block_bytes)
+        tensor = GgufTensor(name, shape, kind, start + offset, math.prod(shape) // block * block_bytes)
         if tensor.offset_bytes + tensor.size_bytes > cursor.size:
             raise WeightsError(f"{cursor.origin}: truncated GGUF file: tensor {name} ends beyond the file's {cursor.size} bytes")
         tensors[name] = tensor
     return tensors
+
+
+def _storage_name(type_id: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    return next((kind.name for kind in GGMLQuantizationType if int(kind) == type_id), f"type {type_id}")
 
 
 class _Cursor:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from gguf import GGMLQuantizationType, dequantize
-from torch import Tensor
 
 from kvd.executor.models.gguf_config import ROPE_DIVISORS
 from kvd.executor.models.gguf_file import open_gguf
 from kvd.executor.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _RUN_BYTES = 16 << 20
 """Float32 bytes of a run of rows: what dequantising needs beyond the weights themselves."""
@@ -36,6 +37,9 @@ class GgufSource:
 
     def read(self, name: str) -> Iterator[Tensor]:
         """The tensor as float32, in runs of whole rows whose number is a multiple of ``head_dim`` except in the last."""
+        import torch
+        from gguf import GGMLQuantizationType, dequantize
+
         tensor = self._file.tensors[name]
         kind = GGMLQuantizationType[tensor.storage]
         stored = np.frombuffer(self._file.map, dtype=np.uint8, count=tensor.size_bytes, offset=tensor.offset_bytes)

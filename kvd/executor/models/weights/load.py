@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,33 +11,10 @@ from torch import Tensor
 from kvd.executor.models.decoder import Decoder, DecoderWeights, allocate_weights
 from kvd.executor.models.spec import ModelError, ModelSpec
 from kvd.executor.models.weights.plan import Assignment, assign, check_names
+from kvd.executor.models.weights.source import open_source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Torch's dtypes by the names that configuration and fingerprint use."""
-
-
-class WeightSource(Protocol):
-    """Tensors by name, as a format stores them."""
-
-    @property
-    def origin(self) -> str: ...
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    @property
-    def sizes_bytes(self) -> Mapping[str, int]:
-        """Bytes in the file."""
-
-    @property
-    def ignored(self) -> frozenset[str]:
-        """Names that may be there and are not needed."""
-
-    def read(self, name: str) -> Iterator[Tensor]:
-        """The tensor in runs of whole rows, in any float dtype, on the CPU."""
-
-    def stored(self, name: str) -> tuple[int, str]:
-        """Where the tensor's stored bytes lie in memory while this source lives, mapped from the file, and in which of GGUF's storage types."""
 
 
 def load_decoder(
@@ -83,17 +59,6 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
         raise ModelError(f"dtype {str(dtype).removeprefix('torch.')} is not supported; supported: {', '.join(DTYPES)}")
     if dtype is torch.float16 and device.type == "cpu":
         raise ModelError("dtype float16 is for cuda only; on cpu use bfloat16 or float32")
-
-
-def open_source(path: Path, spec: ModelSpec) -> WeightSource:
-    """The tensors at ``path``, in the spec's format."""
-    if spec.weights_format == "gguf":
-        from kvd.executor.models.weights.gguf import GgufSource
-
-        return GgufSource(path, spec)
-    from kvd.executor.models.weights.safetensors import SafetensorsSource
-
-    return SafetensorsSource(path, spec)
 
 
 def _target(weights: DecoderWeights, item: Assignment) -> Tensor:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from kvd.executor.kernels.cpu import native
 from kvd.executor.models.spec import ModelSpec
-from kvd.executor.models.weights.load import WeightSource, open_source
 from kvd.executor.models.weights.plan import Assignment, assign, check_names
+from kvd.executor.models.weights.source import WeightSource, open_source
 
 KEPT = frozenset({"Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"})
 """Storage types that the kernels multiply as they are; weights in others are converted to the dtype."""

@@ -1,0 +1,58 @@
+"""Memory of a KV pool on the host, its pages touched before the first request, by a thread beside the rest of the start. Without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import threading
+
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14: makes the pages be there without changing what is in them, so that others may write meanwhile."""
+_STRIDE_BYTES = 32 << 20
+"""Touched at once: between two strides others may map memory, as every import does."""
+_BESIDE_BYTES = 64 << 20
+"""Less is touched before ``__init__`` returns."""
+
+
+class PoolMemory:
+    """Private zeroed pages, huge ones where the machine gives them.
+
+    Raises:
+        OSError: there is not so much memory.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.buffer = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self.buffer.madvise(mmap.MADV_HUGEPAGE)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+        self._madvise = ctypes.CDLL(None).madvise
+        self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        self._thread: threading.Thread | None = None
+        if not self._populate(0, min(num_bytes, mmap.PAGESIZE)):
+            ctypes.memset(self._address, 0, num_bytes)
+        elif num_bytes > _BESIDE_BYTES:
+            self._thread = threading.Thread(target=self._touch, name="kvd-pool-pages", daemon=True)
+            self._thread.start()
+        else:
+            self._touch()
+
+    @property
+    def is_touching(self) -> bool:
+        """Whether some pages are not there yet."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait_touched(self) -> None:
+        """Return when every page is there."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _touch(self) -> None:
+        for start in range(0, self.num_bytes, _STRIDE_BYTES):
+            self._populate(start, min(_STRIDE_BYTES, self.num_bytes - start))
+
+    def _populate(self, start: int, num_bytes: int) -> bool:
+        """Whether the kernel can; a call through ctypes leaves the interpreter to the other threads."""
+        return num_bytes == 0 or self._madvise(self._address + start, num_bytes, _MADV_POPULATE_WRITE) == 0
