@@ -113,13 +113,22 @@ class PoolRows:
 
     def copy_blocks(self, sources: Sequence[BlockId], targets: Sequence[BlockId]) -> None:
         """Copy whole blocks; every source is read before any target is written. Targets are distinct."""
-        if sources:
-            rows = self._rows.index_select(0, self._ids(self._checked(sources)))
-            self._rows.index_copy_(0, self._ids(self._checked(targets)), rows)
+        if not sources:
+            return
+        source_ids, target_ids = self._checked(sources), self._checked(targets)
+        if self.device.type == "cpu":
+            rows = self._rows.numpy()
+            rows[target_ids] = rows[source_ids]  # torch's own indexing moves byte by byte
+        else:
+            self._rows.index_copy_(0, self._ids(target_ids), self._rows.index_select(0, self._ids(source_ids)))
 
     def clear_blocks(self, block_ids: np.ndarray) -> None:
         """Zero whole blocks, so that nothing of their last use (a NaN least of all) is left behind positions not yet written."""
-        if len(block_ids):
+        if not len(block_ids):
+            return
+        if self.device.type == "cpu":
+            self._rows.numpy()[self._checked(block_ids)] = 0
+        else:
             self._rows.index_fill_(0, self._ids(block_ids), 0)
 
     def _checked(self, block_ids: Sequence[BlockId]) -> np.ndarray:
