@@ -76,10 +76,12 @@ class PoolRows:
         """uint8 ``[num_blocks, row_bytes]``."""
         return self._rows
 
-    def wait_touched(self) -> None:
-        """Return when no page of the pool is left to be made by who writes to it first."""
-        if self.device.type == "cpu":
-            self._memory.wait_touched()
+    def wait_touched(self) -> float:
+        """Return when no page of the pool is left to be made by who writes to it first: the seconds that making them took, beside other work."""
+        if self.device.type != "cpu":
+            return 0.0
+        self._memory.wait_touched()
+        return self._memory.touched_s
 
     def scratch(self, num_blocks: int) -> Self:
         """Another pool of the same kind, for steps that nobody keeps."""
@@ -131,7 +133,7 @@ class PoolRows:
         else:
             self._rows.index_fill_(0, self._ids(block_ids), 0)
 
-    def _checked(self, block_ids: Sequence[BlockId]) -> np.ndarray:
+    def _checked(self, block_ids: Sequence[BlockId] | np.ndarray) -> np.ndarray:
         ids = np.asarray(block_ids, dtype=np.int64)
         if len(ids) and not (ids.min() >= 0 and ids.max() < self.num_blocks):
             raise IndexError(f"block ids {ids.min()}..{ids.max()} of a pool of {self.num_blocks}")
