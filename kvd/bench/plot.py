@@ -10,10 +10,10 @@ from html import escape
 from kvd.bench.plan import METRICS
 from kvd.bench.results import Result
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 300, 62, 16, 34, 44
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 310, 62, 16, 50, 44
 _COLOURS = ("#1b6ca8", "#c8553d", "#3c8d53", "#8a5fa8", "#b8860b", "#5c6670")
 _RATES = ("prefill_tokens_per_s", "decode_tokens_per_s", "output_tokens_per_s")
-_TIMES = ("ttft_s", "cold_ttft_s")
+_TIMES = ("ttft_s", "second_turn_ttft_s")
 
 Curve = Mapping[int, float]
 """A figure's medians by concurrency."""
@@ -39,11 +39,10 @@ def plot(result: Result) -> str:
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for number, (title, panels) in enumerate(rows):
+        parts.append(f'<text x="{_LEFT}" y="{number * _HEIGHT + 20}" font-size="13" font-weight="bold">{escape(title)}</text>')
         for column, (metric, curves) in enumerate(panels):
             parts.append(f'<g transform="translate({column * _WIDTH},{number * _HEIGHT})">')
-            parts += _panel(
-                f"{title}: {metric.removesuffix('_s').removesuffix('_per').replace('_', ' ')}", METRICS[metric].unit, curves, names
-            )
+            parts += _panel(metric.removesuffix("_s").removesuffix("_per").replace("_", " "), METRICS[metric].unit, curves, names)
             parts.append("</g>")
     for number, name in enumerate(names):
         x, y = _LEFT + 150 * number, height - 12
@@ -58,7 +57,7 @@ def _series(result: Result) -> dict[str, list[Mapping[str, object]]]:
     found: dict[str, list[Mapping[str, object]]] = {}
     for sample in result.samples:
         rest = {key: value for key, value in sample["point"].items() if key not in {"concurrency", "requests"}}
-        title = " ".join(str(value) if key == "scenario" else f"{key.replace('_', ' ')} {value}" for key, value in rest.items())
+        title = ", ".join(str(value) if key == "scenario" else f"{key.replace('_', ' ')} {value}" for key, value in rest.items())
         found.setdefault(title, []).append(sample)
     return found
 
@@ -93,7 +92,7 @@ def _panel(title: str, unit: str, curves: Mapping[str, Curve], names: Sequence[s
     def y(value: float) -> float:
         return round(_HEIGHT - _BOTTOM - value / top * (_HEIGHT - _TOP - _BOTTOM), 1)
 
-    parts = [f'<text x="{_LEFT}" y="20" font-size="12" font-weight="bold">{escape(title)}, {escape(unit)}</text>']
+    parts = [f'<text x="{_LEFT}" y="38">{escape(title)}, {escape(unit)}</text>']
     for step in range(5):
         value = top * step / 4
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value)}" y2="{y(value)}" stroke="#dddddd"/>')

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import shlex
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from kvd.bench.kvd_server import KvdServer
 from kvd.bench.launching import Launched
 from kvd.bench.openai_server import OpenAiServer
 from kvd.bench.plan import Point
+from kvd.bench.plot import plot
 from kvd.bench.report import Claim, page, text_tables
 from kvd.bench.results import Result, read_result
 from kvd.bench.running import Entry, Progress, Runner, Target
@@ -58,7 +60,12 @@ def main() -> None:
             result = asyncio.run(measure(options, result, options.logs or Path(root)))
         print(text_tables(result))
     if options.page:
-        options.page.write_text(page(result, sections(options), command="tests/bench/bench_peers_table.py"), encoding="utf-8")
+        text = page(result, sections(options), command="tests/bench/bench_peers_table.py")
+        with contextlib.suppress(ValueError):  # too little was measured for a plot
+            picture = options.page.with_suffix(".svg")
+            picture.write_text(plot(result), encoding="utf-8")
+            text += f"\n![throughput and TTFT over the number of requests at once]({picture.name})\n"
+        options.page.write_text(text, encoding="utf-8")
 
 
 def parsed() -> argparse.Namespace:
@@ -140,7 +147,10 @@ def target_of(name: str, url: str, options: argparse.Namespace, logs: Path) -> T
 def sections(options: argparse.Namespace) -> dict[str, list[Claim]]:
     """What is wanted of each row, for each way to ask kvd."""
     peers, quantised_peers = tuple(options.peer), tuple(options.peer_quantised)
-    found = {f"{name} against the better peer of each row": claims(name, peers) for name in options.ours}
+    found = {}
+    for name in options.ours:
+        keys = {ROWS[row].key for row in options.only.get(name, ",".join(ROWS)).split(",")}
+        found[f"{name} against the better peer of each row"] = [each for each in claims(name, peers) if each.key in keys]
     for name in options.ours_quantised:
         found[f"{name} against the better peer of each row, Q4_1 weights served quantised"] = [
             wanted("decode, 1 stream, tokens/s", "decode-1", "decode_tokens_per_s", name, quantised_peers, 1.3),
