@@ -58,25 +58,10 @@ class RunTree:
     def add(self, row: int, block_ids: Sequence[BlockId], num_blocks: int) -> None:
         """A row begins; the first ``num_blocks`` blocks of its table (kept, and read as it is later on) were computed before the next step."""
         assert row not in self._places, "a row begins once"
-        run = self._root
-        while run.end < num_blocks:
-            child = run.children.get(block_ids[run.end])
-            if child is None:
-                run = self._join_tail(run, block_ids, num_blocks)
-                break
-            num_common = _common(child.block_ids, 0, block_ids, child.first, num_blocks)
-            if num_common < len(child.block_ids):
-                run = self._split(child, num_common)
-                break
-            run = child
-        run.tails[row] = block_ids
-        self._places[row] = run
-        if run.parent is not None:
-            self._current = None
-        above: _Run | None = run
-        while above is not None:
-            above.rows[row] = None
-            above = above.parent
+        run = self._descend(self._root, block_ids, num_blocks)
+        self._hang(run, row, block_ids)
+        if run.parent is not None:  # if every row of the run above came along, it is one with this
+            self._dissolve_if_superfluous(run.parent)
 
     def remove(self, row: int) -> None:
         """A row ends; nothing if it is not there."""
@@ -90,8 +75,7 @@ class RunTree:
         while above is not None:
             del above.rows[row]
             above = above.parent
-        if run.parent is not None and len(run.tails) + len(run.children) == 1:
-            self._dissolve(run, run.parent)
+        self._dissolve_if_superfluous(run)
 
     def current(self) -> SharedRuns:
         """The runs as they stand, in whole tiles, from the first block on."""
@@ -101,20 +85,45 @@ class RunTree:
 
     # ------------------------------------------------------------------------------------------------ changes of the tree
 
-    def _join_tail(self, run: _Run, block_ids: Sequence[BlockId], num_blocks: int) -> _Run:
-        """A new run of the newcomer and the row whose tail begins with the same block; ``run`` itself if there is none."""
+    def _descend(self, run: _Run, block_ids: Sequence[BlockId], num_blocks: int) -> _Run:
+        """The last run below ``run`` of which a table with these first blocks holds all, cut or made as need be."""
+        while run.end < num_blocks:
+            child = run.children.get(block_ids[run.end]) or self._join_tails(run, block_ids, num_blocks)
+            if child is None:
+                break
+            num_common = _common(child.block_ids, 0, block_ids, child.first, num_blocks)
+            if num_common < len(child.block_ids):
+                return self._split(child, num_common)
+            run = child
+        return run
+
+    def _hang(self, run: _Run, row: int, block_ids: Sequence[BlockId]) -> None:
+        run.tails[row] = block_ids
+        self._places[row] = run
+        if run.parent is not None:
+            self._current = None
+        above: _Run | None = run
+        while above is not None:
+            above.rows[row] = None
+            above = above.parent
+
+    def _join_tails(self, run: _Run, block_ids: Sequence[BlockId], num_blocks: int) -> _Run | None:
+        """Rows whose tails begin with the newcomer's next block get a run below ``run``, as far as they share it with the newcomer; None if there are none.
+
+        There may be several: while the block was being computed, none of them brought it.
+        """
         end = run.end
         wanted = block_ids[end]
-        for row, table in run.tails.items():
-            if len(table) > end and table[end] == wanted:
+        found = [(row, table) for row, table in run.tails.items() if len(table) > end and table[end] == wanted]
+        for row, table in found:
+            del run.tails[row]
+            if wanted in run.children:
+                self._hang(self._descend(run, table, num_blocks), row, table)
+            else:
                 num_common = _common(table, end, block_ids, end, num_blocks)
-                joined = _Run(run, end, block_ids[end : end + num_common], {row: None})
-                joined.tails[row] = table
-                del run.tails[row]
-                run.children[wanted] = joined
-                self._places[row] = joined
-                return joined
-        return run
+                run.children[wanted] = _Run(run, end, block_ids[end : end + num_common], {})
+                self._hang(run.children[wanted], row, table)
+        return run.children.get(wanted)
 
     def _split(self, run: _Run, num_blocks: int) -> _Run:
         """Cut a run after ``num_blocks`` of its blocks; the upper part."""
@@ -125,8 +134,11 @@ class RunTree:
         upper.children[run.block_ids[0]] = run
         return upper
 
-    def _dissolve(self, run: _Run, parent: _Run) -> None:
-        """A run with one branch left: its child takes its blocks over, or its last row's tail begins earlier. ``parent`` has as many branches as before."""
+    def _dissolve_if_superfluous(self, run: _Run) -> None:
+        """A run with one branch left goes: its child takes its blocks over, or its last row's tail begins earlier. The one above has as many branches as before."""
+        parent = run.parent
+        if parent is None or len(run.tails) + len(run.children) != 1:
+            return
         if run.children:
             (child,) = run.children.values()
             child.parent, child.first, child.block_ids = parent, run.first, [*run.block_ids, *child.block_ids]

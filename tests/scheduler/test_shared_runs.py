@@ -80,6 +80,25 @@ def test_several_levels():
     assert tree.current() is NO_SHARED_RUNS
 
 
+def test_rows_that_found_nobody_while_they_waited_are_found_together():
+    """They began when what they share was still being computed, and so brought none of it."""
+    tree = RunTree(1)
+    tables = {0: [0, 2, 3], 1: [0, 2, 5, 7], 2: [0, 2, 5, 8], 3: [0, 2, 5, 6]}
+    for row, num_blocks in ((0, 0), (1, 0), (2, 0), (3, 3)):
+        tree.add(row, tables[row], num_blocks)
+    tree.check_invariants({row: (table, len(table)) for row, table in tables.items()})
+    assert runs_of(tree) == [(0, 2, [0, 1, 2, 3]), (2, 3, [1, 2, 3])]
+
+
+def test_a_run_whose_rows_all_go_on_together_stays_one():
+    tree = RunTree(1)
+    tables = {0: [0, 2, 3], 1: [0, 2, 5], 2: [0, 2, 6]}
+    for row, num_blocks in ((0, 0), (1, 1), (2, 2)):
+        tree.add(row, tables[row], num_blocks)
+    tree.check_invariants({row: (table, len(table)) for row, table in tables.items()})
+    assert runs_of(tree) == [(0, 2, [0, 1, 2])]
+
+
 def test_runs_begin_and_end_with_tiles():
     tree = RunTree(4)
     tree.add(0, list(range(20)), 0)
