@@ -36,6 +36,7 @@ from kvd.executor.head_start import HeadStart
 from kvd.executor.models.spec import ModelError, ModelSpec
 from kvd.frontend import Frontend, start_frontend
 from kvd.model_opening import OpenEngine, begin_opening, describe_model, open_engine
+from kvd.observe.process_age import process_age_s
 from kvd.observe.progress import Progress
 from kvd.pin_rendering import current_recipes, known_ids
 from kvd.scheduler.scheduler import Scheduler
@@ -165,13 +166,16 @@ class Daemon:
         engine: OpenEngine | None = None
         clean = False
         try:
+            self._facts.startup["imports"] = round(process_age_s(), 3)
             with state_dir_errors(self._config.storage.state_dir):
                 storage = Storage.lock(self._config.storage, clock=self._clock)
             self._allow_interrupts()
             spec = describe_model(self._config.model)
             self._head_start = begin_opening(self._config, spec)
             self._may_interrupt = False  # an edge that is half started could not be ended
+            started = self._clock.monotonic()
             frontend = self._start_frontend()
+            self._facts.startup["edge"] = self._since(started)
             self._allow_interrupts()
             engine = self._open_engine(storage, spec)
             self._allow_interrupts()  # one that a library's import has swallowed; weights may take long
@@ -237,11 +241,9 @@ class Daemon:
             raise ConfigError(f"model = {self._text.source}: {error.strerror}: {error.filename or self._text.source}") from error
 
     def _open_engine(self, storage: Storage, spec: ModelSpec | None) -> OpenEngine:
-        started = self._clock.monotonic()
         engine = open_engine(self._config, spec, storage.fingerprint_cache, self._head_start)
         self._facts.fingerprint = engine.fingerprint.hex()
         self._facts.kernels = str(engine.facts["kernels"])
-        self._facts.startup["open_model"] = self._since(started)
         return engine
 
     def _serve(self, storage: Storage, engine: OpenEngine) -> LoopEnd:
@@ -253,6 +255,7 @@ class Daemon:
             max_pinned_fraction=config.cache.max_pinned_fraction,
             policy=eviction_policy(config.cache.eviction_policy, engine.num_blocks, config.cache.block_size_tokens),
         )
+        started = self._clock.monotonic()
         with state_dir_errors(self._config.storage.state_dir):
             storage.open(
                 namespace_fingerprint=engine.fingerprint,
@@ -262,6 +265,7 @@ class Daemon:
                 block_io=engine.executor,
                 block_size_tokens=config.cache.block_size_tokens,
             )
+        self._facts.startup["store_open"] = self._since(started)
         work = self._rehydrate(storage, engine, cache)
         fingerprint = engine.fingerprint
         # A sequence that fills the whole pool is the longest that can ever run.
@@ -348,8 +352,10 @@ class Daemon:
             template_date=config.transport.template_date,
             log=self._log,
         )
+        waited = self._clock.monotonic()
         loading.finish()
-        self._facts.startup["weights_and_warm_up"] = self._since(started)
+        self._facts.startup["wait_for_weights"] = self._since(waited)
+        self._facts.startup |= {name: round(seconds, 3) for name, seconds in engine.times.items()}
         self._log.info("rehydrated", **report.as_dict())
         now = self._clock.monotonic()
         return StartWork(
@@ -369,7 +375,7 @@ class Daemon:
     def _on_state(self, state: State, storage: Storage) -> None:
         if state is State.READY:
             storage.mark_ready()
-            self._facts.startup["total"] = self._since(self._facts.started_monotonic_s)
+            self._facts.startup["total"] = round(process_age_s(), 3)
             self._log.info("ready", **{f"{key}_s": value for key, value in self._facts.startup.items()})
         else:
             self._log.info(state.value)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ class OpenEngine:
     max_steps_in_flight: int
     """What ``engine.max_steps_in_flight`` 0 means."""
     facts: dict[str, Any]
+    times: dict[str, float] = field(default_factory=dict)
+    """Seconds that parts of opening and ``load`` took, by name, some of them beside each other."""
 
 
 def describe_model(config: ModelConfig) -> ModelSpec | None:
@@ -92,7 +95,10 @@ def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path, 
     # on two busy cores; a short spin keeps most of the speed of a quiet machine. Read once, when torch loads its runtime.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    begun_s = time.monotonic()
     from kvd.executor.assemble import open_model
+
+    opened_s = time.monotonic()
 
     threads = compute_threads(config.model.threads)
     opened = open_model(
@@ -105,6 +111,7 @@ def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path, 
         digest_cache=fingerprint_cache,
         head_start=head_start,
     )
+    opened.times.update(torch_import=opened_s - begun_s, pool_and_fingerprint=time.monotonic() - opened_s)
     runner: Runner = opened.runner
     return OpenEngine(
         model=Path(config.model.model).name,
@@ -114,6 +121,7 @@ def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path, 
         vocab_size=opened.spec.vocab_size,
         executor=ExecutorThread(runner, opened.host_memory),
         load=opened.load,
+        times=opened.times,
         max_steps_in_flight=opened.max_steps_in_flight,
         facts={
             "executor": "torch",

@@ -5,8 +5,9 @@ The pool exists before the weights are read, so that storage can rehydrate into 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -133,6 +134,8 @@ class OpenedModel:
     fingerprint: bytes
     runner: LateRunner
     head_start: HeadStart
+    times: dict[str, float] = field(default_factory=dict)
+    """Seconds that parts of ``load`` took, by name, some of them beside each other."""
     host_memory: Callable[[int], memoryview]
     """Makes memory that blocks are copied to and from at full speed."""
     max_steps_in_flight: int
@@ -144,9 +147,14 @@ class OpenedModel:
 
     def load(self, progress: Callable[[int, int], None]) -> None:
         """Read the weights and run the warm-up steps; then ``runner`` takes steps. ``progress(done_bytes, total_bytes)`` is called as they come."""
+        begun_s = time.monotonic()
         runner = self._make_runner(progress)
+        early = self.head_start.weights
+        loaded_s = time.monotonic()
         runner.warm_up()
-        self.pool.wait_touched()
+        self.times["warm_up"] = time.monotonic() - loaded_s
+        self.times["weights"] = early.loaded_s if early is not None and early.was_taken else loaded_s - begun_s
+        self.times["pool_pages"] = self.pool.wait_touched()
         self.runner.attach(runner)
 
     def _make_runner(self, progress: Callable[[int, int], None]) -> ModelRunner:

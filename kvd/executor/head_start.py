@@ -6,6 +6,7 @@ Here is guessed what ``assemble`` decides; where the guess was wrong, the work i
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,9 @@ class EarlyWeights:
         self._listener: Progress | None = None
         self._weights: NativeWeights | None = None
         self._error: BaseException | None = None
+        self.was_taken = False
+        self.loaded_s = 0.0
+        """How long loading took, once it is over."""
         self._thread = threading.Thread(target=self._run, name="kvd-early-weights", daemon=True)
         self._thread.start()
 
@@ -55,6 +59,7 @@ class EarlyWeights:
         if self._choice != _Choice(dtype, quantised, num_threads):
             return None
         self._listener = progress
+        self.was_taken = True
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -63,6 +68,7 @@ class EarlyWeights:
 
     def _run(self) -> None:
         choice = self._choice
+        begun_s = time.monotonic()
         try:
             from kvd.executor.models.weights.native import load_native
 
@@ -76,6 +82,7 @@ class EarlyWeights:
             )
         except BaseException as error:  # handed to the thread that takes
             self._error = error
+        self.loaded_s = time.monotonic() - begun_s
 
     def _tell(self, done: int, total: int) -> None:
         if self._listener is not None:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import threading
+import time
 
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14: makes the pages be there without changing what is in them, so that others may write meanwhile."""
@@ -31,6 +32,8 @@ class PoolMemory:
         self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._thread: threading.Thread | None = None
+        self.touched_s = 0.0
+        """How long touching took, once it is over."""
         if not self._populate(0, min(num_bytes, mmap.PAGESIZE)):
             ctypes.memset(self._address, 0, num_bytes)
         elif num_bytes > _BESIDE_BYTES:
@@ -50,8 +53,10 @@ class PoolMemory:
             self._thread.join()
 
     def _touch(self) -> None:
+        begun_s = time.monotonic()
         for start in range(0, self.num_bytes, _STRIDE_BYTES):
             self._populate(start, min(_STRIDE_BYTES, self.num_bytes - start))
+        self.touched_s = time.monotonic() - begun_s
 
     def _populate(self, start: int, num_bytes: int) -> bool:
         """Whether the kernel can; a call through ctypes leaves the interpreter to the other threads."""
