@@ -86,7 +86,9 @@ class SchedulerConfig:
 class EngineConfig:
     """The loop."""
 
-    max_steps_in_flight: int = key(1, "Steps submitted and not yet collected")
+    max_steps_in_flight: int = key(
+        0, "Steps submitted and not yet collected; 0: 2 on cuda, where the next step is launched while one is computed, else 1"
+    )
     inbox_capacity: int = key(4096, "Commands that wait for the engine; `overloaded` beyond")
     drain_timeout_s: float = key(30.0, "On SIGTERM or `kvd drain`, running requests are aborted after so long")
 
