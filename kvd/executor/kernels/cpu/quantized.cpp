@@ -1,14 +1,14 @@
 // Products with quantised matrices (panels: quantized.h). A row's sum has one order of operations, whatever the number of rows:
 //   for each block of k that shares a scale: part = sum over its k, ascending, of x * code (code: a small integer, exact in bf16);
 //   then total = fma(part, scale, total), and for formats with minima total = fma(sum of the block's x, minimum, total).
-// AVX-512 multiplies bf16 rows in pairs of k (vdpbf16ps), codes expanded in registers, or once into scratch memory where that is quicker for many rows.
-// All else expands codes to float32 in scratch memory and takes k one by one.
+// AVX-512 multiplies bf16 rows in pairs of k (vdpbf16ps), codes expanded in registers, anew for each group of rows: that takes ports which the products
+// leave idle, and storing what is expanded would take more. All else expands codes to float32 in scratch memory and takes k one by one.
 #include "quantized.h"
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
-#include <limits>
 
 #include "gguf_blocks.h"
 
@@ -300,7 +300,7 @@ template <Format FORMAT, int ROWS, int GROUPS>
 
 // ROWS rows against a whole panel, GROUPS groups of outputs at a time; codes are expanded in registers, sums and totals stay there.
 template <Format FORMAT, int ROWS, int GROUPS>
-void multiply_in_registers(const PanelWork& work, int64_t first, float* totals) {
+void multiply_rows(const PanelWork& work, int64_t first, float* totals) {
     constexpr PanelFormat SHAPE = panel_format(FORMAT);
     constexpr int64_t AHEAD = 2048;
     const int64_t ld_sums = work.k / 32, ldx = work.ldx;
@@ -340,103 +340,21 @@ void multiply_in_registers(const PanelWork& work, int64_t first, float* totals) 
     }
 }
 
-// ROWS rows against expanded blocks, two groups of outputs at a time: their sums and totals stay in registers.
-template <Format FORMAT, int ROWS>
-void multiply_expanded(int64_t num_blocks, const bf16* codes, const float* scales, const float* mins, const bf16* x, int64_t ldx, const float* sums,
-                       int64_t ld_sums, float* totals) {
-    constexpr int PAIRS = panel_format(FORMAT).block_k / 2;
-    for (int column = 0; column < PANEL; column += 32) {
-        __m512 total[ROWS][2];
-        for (int r = 0; r < ROWS; ++r)
-            for (int g = 0; g < 2; ++g) total[r][g] = _mm512_load_ps(totals + r * PANEL + column + 16 * g);
-        const bf16* line = codes + column * 2;
-        const bf16* value_pairs = x;
-        for (int64_t b = 0; b < num_blocks; ++b) {
-            __m512 part[ROWS][2];
-            for (int r = 0; r < ROWS; ++r)
-                for (int g = 0; g < 2; ++g) part[r][g] = _mm512_setzero_ps();
-#pragma GCC unroll 4
-            for (int pair = 0; pair < PAIRS; ++pair, line += 2 * PANEL, value_pairs += 2) {
-                const __m512bh w[2] = {(__m512bh)_mm512_load_si512(line), (__m512bh)_mm512_load_si512(line + 32)};
-                for (int r = 0; r < ROWS; ++r) {
-                    const __m512bh value = broadcast_pair(value_pairs + r * ldx);
-                    for (int g = 0; g < 2; ++g) part[r][g] = _mm512_dpbf16_ps(part[r][g], value, w[g]);
-                }
-            }
-            __m512 scale[2], min[2];
-            for (int g = 0; g < 2; ++g) {
-                scale[g] = _mm512_load_ps(scales + b * PANEL + column + 16 * g);
-                min[g] = panel_format(FORMAT).has_min ? _mm512_load_ps(mins + b * PANEL + column + 16 * g) : _mm512_setzero_ps();
-            }
-            add_block<FORMAT>(total, part, scale, min, sums + b, ld_sums);
-        }
-        for (int r = 0; r < ROWS; ++r)
-            for (int g = 0; g < 2; ++g) _mm512_store_ps(totals + r * PANEL + column + 16 * g, total[r][g]);
-    }
-}
-
-constexpr int64_t ROWS_IN_REGISTERS = 6;
-
-// More rows than this are multiplied with expanded blocks. Nibbles never are: expanding them again for each group of rows takes ports that the products
-// leave idle, storing them would take more.
-template <Format FORMAT>
-constexpr int64_t FEW_ROWS = FORMAT == Format::q8_0 ? 6 : FORMAT == Format::q6_k ? 16 : std::numeric_limits<int64_t>::max();
+// Sums, totals and expanded codes of a group of rows fill the registers: the more rows, the fewer outputs at a time.
+constexpr int64_t MAX_ROWS = 12;
 
 template <Format FORMAT>
-void panel_few_rows(const PanelWork& work) {
-    constexpr void (*multiply[])(const PanelWork&, int64_t, float*) = {multiply_in_registers<FORMAT, 1, 4>, multiply_in_registers<FORMAT, 2, 4>,
-                                                                       multiply_in_registers<FORMAT, 3, 2>, multiply_in_registers<FORMAT, 4, 2>,
-                                                                       multiply_in_registers<FORMAT, 5, 2>, multiply_in_registers<FORMAT, 6, 2>};
-    alignas(64) float totals[ROWS_IN_REGISTERS * PANEL];
-    const int64_t num_groups = (work.num_rows + ROWS_IN_REGISTERS - 1) / ROWS_IN_REGISTERS;
+void panel_bf16(const PanelWork& work) {
+    constexpr void (*multiply[MAX_ROWS])(const PanelWork&, int64_t, float*) = {
+        multiply_rows<FORMAT, 1, 4>, multiply_rows<FORMAT, 2, 4>, multiply_rows<FORMAT, 3, 2>,  multiply_rows<FORMAT, 4, 2>,
+        multiply_rows<FORMAT, 5, 2>, multiply_rows<FORMAT, 6, 2>, multiply_rows<FORMAT, 7, 1>,  multiply_rows<FORMAT, 8, 1>,
+        multiply_rows<FORMAT, 9, 1>, multiply_rows<FORMAT, 10, 1>, multiply_rows<FORMAT, 11, 1>, multiply_rows<FORMAT, 12, 1>};
+    alignas(64) float totals[MAX_ROWS * PANEL];
+    const int64_t num_groups = (work.num_rows + MAX_ROWS - 1) / MAX_ROWS;
     for (int64_t i = 0; i < num_groups; ++i) {  // groups as equal as can be
         const int64_t first = work.num_rows * i / num_groups, end = work.num_rows * (i + 1) / num_groups;
         multiply[end - first - 1](work, first, totals);
         finish(work, first, end - first, totals);
-    }
-}
-
-template <Format FORMAT>
-void panel_bf16(const PanelWork& work) {
-    if (work.num_rows <= FEW_ROWS<FORMAT>) {
-        panel_few_rows<FORMAT>(work);
-        return;
-    }
-    constexpr PanelFormat SHAPE = panel_format(FORMAT);
-    bf16* const codes = reinterpret_cast<bf16*>(work.scratch);
-    float* const scales = reinterpret_cast<float*>(work.scratch) + EXPANDED_K * PANEL;
-    float* const mins = scales + EXPANDED_K / 16 * PANEL;
-    float* const totals = mins + EXPANDED_K / 16 * PANEL;
-    constexpr void (*many[])(int64_t, const bf16*, const float*, const float*, const bf16*, int64_t, const float*, int64_t, float*) = {
-        multiply_expanded<FORMAT, 1>, multiply_expanded<FORMAT, 2>, multiply_expanded<FORMAT, 3>,
-        multiply_expanded<FORMAT, 4>, multiply_expanded<FORMAT, 5>, multiply_expanded<FORMAT, 6>};
-    const int64_t num_blocks = work.k / SHAPE.block_k, ld_sums = work.k / 32;
-    const int64_t step = expanded_k<FORMAT>(work.num_rows) / SHAPE.block_k;
-    for (int64_t first = 0; first < work.num_rows; first += ROWS_AT_ONCE) {
-        const int64_t num_rows = std::min(ROWS_AT_ONCE, work.num_rows - first);
-        const int64_t num_groups = (num_rows + ROWS_IN_REGISTERS - 1) / ROWS_IN_REGISTERS;
-        const bf16* x = static_cast<const bf16*>(work.x) + first * work.ldx;
-        std::memset(totals, 0, static_cast<size_t>(num_rows) * PANEL * 4);
-        for (int64_t begin = 0; begin < num_blocks; begin += step) {
-            const int64_t num = std::min(step, num_blocks - begin);
-            for (int64_t b = 0; b < num; ++b) {
-                const Place<FORMAT> at(work.panel, begin + b);
-                bf16* to = codes + b * SHAPE.block_k * PANEL;
-                for (int g = 0; g < 4; ++g) {
-#pragma GCC unroll 16
-                    for (int pair = 0; pair < SHAPE.block_k / 2; ++pair)
-                        _mm512_store_si512(to + pair * 128 + g * 32, (__m512i)expand_pair<FORMAT>(at.codes + g * SHAPE.group_bytes, pair));
-                    _mm512_store_ps(scales + b * PANEL + g * 16, load_scale(at, g));
-                    if constexpr (SHAPE.has_min) _mm512_store_ps(mins + b * PANEL + g * 16, load_min(at, g));
-                }
-            }
-            for (int64_t i = 0; i < num_groups; ++i) {
-                const int64_t r = num_rows * i / num_groups, end = num_rows * (i + 1) / num_groups;
-                const float* sums = SHAPE.has_min ? work.prepared + (first + r) * ld_sums + begin : nullptr;
-                many[end - r - 1](num, codes, scales, mins, x + r * work.ldx + begin * SHAPE.block_k, work.ldx, sums, ld_sums, totals + r * PANEL);
-            }
-        }
-        finish(work, first, num_rows, totals);
     }
 }
 
