@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -q --durations=15 -n 2 --dist loadfile
 # Marks of the tests that need more than the pure environment has.
 IMPURE := torch or store or socket or e2e or model or oracle or systemd
 
-.PHONY: demo test setup native model lint test-pure test-full bench bench-persistence bench-rehydrate bench-trace soak install wheels clean
+.PHONY: demo test setup native model lint test-pure test-full bench bench-persistence bench-rehydrate bench-trace soak install wheels gpu-wheels clean
 
 demo: model
 	$(BIN)/kvd demo
@@ -82,6 +82,13 @@ bench-rehydrate: setup
 wheels: setup
 	$(BIN)/python -m build -q --no-isolation --outdir dist clients/python
 	$(BIN)/python -m build -q --no-isolation --outdir dist .
+
+# What a GPU machine with Python 3.12, torch and numpy but no network may lack, to travel with the checkout; gpu_check.py needs msgspec of it.
+gpu-wheels: setup
+	$(BIN)/python -m pip download -q -c $(CONSTRAINTS) --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_12_x86_64 \
+	  -d .gpu-wheels msgspec lmdb msgpack pyzmq structlog crc32c tokenizers safetensors gguf
+	du -sh .gpu-wheels
 
 install:
 	sh systemd/install.sh
