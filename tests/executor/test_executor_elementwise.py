@@ -11,6 +11,7 @@ import torch  # noqa: E402
 
 from kvd.executor.kernels.cpu import native  # noqa: E402
 from kvd.executor.models.rope import rotate  # noqa: E402
+from kvd.executor.sampling.noise import gumbel, stream_keys  # noqa: E402
 
 ISAS = native.module().available_isas() if native.status().isa else []
 DTYPES = {torch.float32: 4e-7, torch.bfloat16: 2**-8}
@@ -114,3 +115,21 @@ def test_the_first_of_the_largest(isa, rows, size):
     assert finite.tolist() == torch.isfinite(x).all(-1).tolist()
     expected = [int((row == row.max()).nonzero()[0]) for row in x[torch.from_numpy(finite)]]
     assert places[finite].tolist() == expected
+
+
+def test_draws_are_those_of_torch(isa):
+    """Both compute the same noise from the same integers; only where two scores lie within a rounding error may they part."""
+    rows, vocab_size = 40, 3001
+    keys = stream_keys(np.arange(rows, dtype=np.uint64) * 77, np.zeros(rows, dtype=np.int64), np.arange(rows))
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(4)) * 3
+    logits[:, :2000] = float("-inf")  # banned
+    temperatures = torch.linspace(0.3, 2.0, rows)
+    scores = logits / temperatures[:, None] + gumbel(keys, torch.arange(vocab_size))
+    places = np.empty(rows, dtype=np.int64)
+    native.module().draw(native.pool(2), logits.numpy(), temperatures.numpy(), keys, places)
+    best = scores.amax(-1)
+    assert torch.all(best - scores[torch.arange(rows), torch.from_numpy(places)] < 1e-4)
+    assert (torch.from_numpy(places) == scores.argmax(-1)).float().mean() > 0.9
+    alone = np.empty(1, dtype=np.int64)
+    native.module().draw(native.pool(2), logits[7:8].numpy(), temperatures[7:8].numpy(), keys[7:8], alone)
+    assert alone[0] == places[7]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvd.executor.kernels.cpu import native
 from kvd.executor.sampling.columns import Draws
 from kvd.executor.sampling.noise import gumbel, stream_keys
 from kvd.executor.sampling.penalties import TokenCounts
@@ -73,6 +74,13 @@ def _scaled(logits: Tensor, which: np.ndarray, draws: Draws) -> Tensor:
 
 
 def _draw_untruncated(logits: Tensor, which: np.ndarray, draws: Draws, keys: np.ndarray, chosen: Tensor) -> None:
+    if logits.device.type == "cpu" and native.status().isa is not None:
+        # a row's draw is the native kernels' alone, whatever else the step holds: their logarithms round otherwise than torch's
+        taken = np.empty(len(which), dtype=np.int64)
+        rows = logits if len(which) == len(logits) else logits[_to(logits, which)]
+        native.module().draw(native.pool(), rows.contiguous(), draws.temperature[which], keys[which], taken)
+        chosen[_to(logits, which)] = torch.from_numpy(taken)
+        return
     vocab = torch.arange(logits.shape[1], device=logits.device)
     at_once = max(1, _NOISE_VALUES // logits.shape[1])
     for first in range(0, len(which), at_once):

@@ -46,6 +46,17 @@ inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec clamp(Vec x, float low, float high) { return {_mm512_max_ps(_mm512_set1_ps(low), _mm512_min_ps(_mm512_set1_ps(high), x.v))}; }
 inline Vec round(Vec x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline Vec times_power_of_two(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+inline Vec where_zero(Vec x, Vec then, Vec otherwise) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, _mm512_setzero_ps(), _CMP_EQ_OQ), otherwise.v, then.v)};
+}
+// x > 0 as m * 2^e, m in [sqrt(1/2), sqrt(2)).
+inline Vec split(Vec x, Vec& e) {
+    const __m512 mantissa = _mm512_getmant_ps(x.v, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
+    const __mmask16 large = _mm512_cmp_ps_mask(mantissa, _mm512_set1_ps(1.41421356f), _CMP_GE_OQ);
+    const __m512 exponent = _mm512_getexp_ps(x.v);
+    e.v = _mm512_mask_add_ps(exponent, large, exponent, _mm512_set1_ps(1.0f));
+    return {_mm512_mask_mul_ps(mantissa, large, mantissa, _mm512_set1_ps(0.5f))};
+}
 
 #elif defined(KVD_ISA_avx2)
 
@@ -95,6 +106,18 @@ inline Vec times_power_of_two(Vec x, Vec n) {
     const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
     return {_mm256_mul_ps(x.v, _mm256_castsi256_ps(exponent))};
 }
+inline Vec where_zero(Vec x, Vec then, Vec otherwise) {
+    return {_mm256_blendv_ps(otherwise.v, then.v, _mm256_cmp_ps(x.v, _mm256_setzero_ps(), _CMP_EQ_OQ))};
+}
+// x > 0 as m * 2^e, m in [sqrt(1/2), sqrt(2)).
+inline Vec split(Vec x, Vec& e) {
+    const __m256i bits = _mm256_castps_si256(x.v);
+    const __m256 mantissa = _mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(bits, _mm256_set1_epi32(0x007fffff)), _mm256_set1_epi32(0x3f800000)));
+    const __m256 large = _mm256_cmp_ps(mantissa, _mm256_set1_ps(1.41421356f), _CMP_GE_OQ);
+    const __m256 exponent = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(bits, 23), _mm256_set1_epi32(127)));
+    e.v = _mm256_add_ps(exponent, _mm256_and_ps(large, _mm256_set1_ps(1.0f)));
+    return {_mm256_blendv_ps(mantissa, _mm256_mul_ps(mantissa, _mm256_set1_ps(0.5f)), large)};
+}
 
 #else
 
@@ -133,6 +156,19 @@ inline Vec round(Vec x) { return each([&](int i) { return std::nearbyint(x.v[i])
 inline Vec times_power_of_two(Vec x, Vec n) {
     return each([&](int i) { return std::isnan(n.v[i]) ? x.v[i] : std::ldexp(x.v[i], static_cast<int>(n.v[i])); });
 }
+inline Vec where_zero(Vec x, Vec then, Vec otherwise) {
+    return each([&](int i) { return x.v[i] == 0.0f ? then.v[i] : otherwise.v[i]; });
+}
+// x > 0 as m * 2^e, m in [sqrt(1/2), sqrt(2)).
+inline Vec split(Vec x, Vec& e) {
+    return each([&](int i) {
+        int exponent;
+        float mantissa = std::frexp(x.v[i], &exponent);
+        if (mantissa < 0.70710678f) mantissa *= 2.0f, --exponent;
+        e.v[i] = static_cast<float>(exponent);
+        return mantissa;
+    });
+}
 
 #endif
 
@@ -149,6 +185,32 @@ inline Vec exp(Vec x) {
     p = fma(p, r, Vec::set(1.6666665459e-1f));
     p = fma(p, r, Vec::set(5.0000001201e-1f));
     return times_power_of_two(fma(p, r * r, r + Vec::set(1.0f)), n);
+}
+
+// Logarithm of a positive number that is not subnormal (Cephes' logf, S. Moshier).
+inline Vec log(Vec x) {
+    Vec e;
+    const Vec m = split(x, e) - Vec::set(1.0f);
+    const Vec square = m * m;
+    Vec p = fma(Vec::set(7.0376836292e-2f), m, Vec::set(-1.1514610310e-1f));
+    p = fma(p, m, Vec::set(1.1676998740e-1f));
+    p = fma(p, m, Vec::set(-1.2420140846e-1f));
+    p = fma(p, m, Vec::set(1.4249322787e-1f));
+    p = fma(p, m, Vec::set(-1.6668057665e-1f));
+    p = fma(p, m, Vec::set(2.0000714765e-1f));
+    p = fma(p, m, Vec::set(-2.4999993993e-1f));
+    p = fma(p, m, Vec::set(3.3333331174e-1f));
+    p = p * m * square;
+    p = fma(e, Vec::set(-2.12194440e-4f), p);
+    p = fma(square, Vec::set(-0.5f), p);
+    return fma(e, Vec::set(0.693359375f), m + p);
+}
+
+// -log(-log(1 - u)) for u in (0, 1): log(1 - u) as W. Kahan takes it, so that a small u, which decides who wins, keeps its precision.
+inline Vec gumbel(Vec u) {
+    const Vec rest = Vec::set(1.0f) - u, taken = Vec::set(1.0f) - rest;
+    const Vec exponential = where_zero(taken, u, (Vec::set(0.0f) - log(rest)) * u / where_zero(taken, Vec::set(1.0f), taken));
+    return Vec::set(0.0f) - log(exponential);
 }
 
 // Calls step(i, n) for every vector of `size` elements; n is LANES but in the last one.
@@ -278,10 +340,40 @@ int64_t largest(const float* x, int64_t size) {
     return place;
 }
 
+// kvd/executor/sampling/noise.py says what the stream is: SplitMix64's output number `token` of the state `key`.
+inline float uniform(uint64_t key, int64_t token) {
+    uint64_t bits = key + static_cast<uint64_t>(token + 1) * 0x9E3779B97F4A7C15u;
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9u;
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBu;
+    bits ^= bits >> 31;
+    const float value = (static_cast<float>(static_cast<uint32_t>(bits >> 32)) + 0.5f) * 0x1p-32f;
+    return value < 1.0f - 0x1p-24f ? value : 1.0f - 0x1p-24f;
+}
+
+int64_t drawn(const float* logits, int64_t size, float temperature, uint64_t key) {
+    constexpr int64_t STRETCH = 1024;
+    alignas(64) float scores[STRETCH];
+    float best = -INFINITY;
+    int64_t place = 0;
+    for (int64_t first = 0; first < size; first += STRETCH) {
+        const int64_t count = std::min(size - first, STRETCH);
+        for (int64_t i = 0; i < count; ++i) scores[i] = uniform(key, first + i);
+        vectors(count, [&](int64_t i, auto whole, int64_t n) {
+            store(load(logits + first + i, whole, n) / Vec::set(temperature) + gumbel(load(scores + i, whole, n)), scores + i, whole, n);
+        });
+        const int64_t most = largest(scores, count);
+        if (scores[most] > best) {
+            best = scores[most];
+            place = first + most;
+        }
+    }
+    return place;
+}
+
 }  // namespace
 
 extern const ElementwiseTable elementwise_table;
-const ElementwiseTable elementwise_table = {rms_norm_rows, norm_and_rotate_rows, silu_mul_rows, is_finite, largest};
+const ElementwiseTable elementwise_table = {rms_norm_rows, norm_and_rotate_rows, silu_mul_rows, is_finite, largest, drawn};
 
 }  // namespace KVD_ISA
 }  // namespace kvd

@@ -142,6 +142,22 @@ void register_elementwise(nb::module_& m) {
         },
         nb::arg("pool"), nb::arg("x"), nb::arg("places"), nb::arg("finite"),
         "The first place of each row's largest element, and whether all of the row's elements are finite (the place is 0 where they are not).");
+    m.def(
+        "draw",
+        [](Pool& pool, const Rows& logits, const nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>& temperatures,
+           const nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& keys,
+           const nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& places) {
+            const auto rows = static_cast<int64_t>(logits.shape(0)), size = static_cast<int64_t>(logits.shape(1));
+            require(temperatures.shape(0) == logits.shape(0) && keys.shape(0) == logits.shape(0) && places.shape(0) == logits.shape(0),
+                    "logits [rows, size], temperatures [rows], keys [rows], places [rows]");
+            nb::gil_scoped_release released;
+            const ElementwiseTable& table = KVD_CHOOSE(elementwise_table);
+            pool.run(rows, [&](int64_t r, int) {
+                places.data()[r] = table.drawn(logits.data() + r * size, size, temperatures.data()[r], keys.data()[r]);
+            });
+        },
+        nb::arg("pool"), nb::arg("logits"), nb::arg("temperatures"), nb::arg("keys"), nb::arg("places"),
+        "A draw of each row from the softmax of logits / temperature, by the noise streams `keys` (kvd.executor.sampling.noise).");
 }
 
 }  // namespace kvd

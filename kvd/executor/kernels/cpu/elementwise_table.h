@@ -14,6 +14,8 @@ struct ElementwiseTable {
     void (*silu_mul)(const float* gate_up, int64_t ld, int64_t num_rows, int64_t size, Compute compute, void* out, int64_t ldo);
     bool (*is_finite)(const float* x, int64_t size);
     int64_t (*largest)(const float* x, int64_t size);  // the first place of the largest element; x holds no NaN
+    // The place of the largest logit / temperature + Gumbel noise of the stream `key` (a draw from the softmax); no NaN, some logit is finite.
+    int64_t (*drawn)(const float* logits, int64_t size, float temperature, uint64_t key);
 };
 
 namespace portable {
