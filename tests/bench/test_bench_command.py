@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from daemon_process import DaemonProcess
@@ -134,6 +136,35 @@ def test_ways_of_sharing_are_compared():
     metrics = {each["target"]: each["metrics"] for each in json.loads(done.stdout)["samples"]}
     assert metrics["off"]["hit_rate"] == 0
     assert metrics["prefixes"]["hit_rate"] > 0.5
+
+
+def test_ctrl_c_ends_it_and_the_server_that_it_started(tmp_path):
+    endpoint, child = f"ipc://{tmp_path}/s.sock", tmp_path / "child"
+    serve = shlex.join(
+        [sys.executable, "-m", "kvd", "serve", "--executor", "fake", "--no-persist", "--listen", endpoint, "--state-dir", str(tmp_path)]
+    )
+    arguments = [
+        "run",
+        "decode",
+        "--compare",
+        f"kvd={endpoint}",
+        "--server-command",
+        f"kvd=echo $$ > {child}; exec {serve}",
+        "--rounds",
+        "1000",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvd", "bench", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    for line in process.stderr:
+        if "round 2" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, rest = process.communicate(timeout=60)
+    assert process.returncode == Exit.INTERRUPTED
+    assert "Traceback" not in rest
+    assert out == ""
+    assert not Path(f"/proc/{child.read_text().strip()}").exists()
 
 
 @pytest.mark.parametrize(
