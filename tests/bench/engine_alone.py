@@ -232,10 +232,13 @@ class EngineAlone:
         self._began_s = 0.0
         self._spent_s = 0.0
 
+    def command(self, token_ids, *, request, **options):
+        options = {"max_tokens": 1 << 19, "may_shorten": True, "credit_tokens": 1 << 30, **options}
+        return Submit(request_id=request.to_bytes(16, "big"), token_ids=token_ids, sampling=GREEDY, **options)
+
     def submit(self, token_ids, **options):
         self._num_submitted += 1
-        options = {"max_tokens": 1 << 19, "may_shorten": True, "credit_tokens": 1 << 30, **options}
-        command = Submit(request_id=self._num_submitted.to_bytes(16, "big"), token_ids=token_ids, sampling=GREEDY, **options)
+        command = self.command(token_ids, request=self._num_submitted, **options)
         if self._began_s:
             self.inbox.put_internal(command)
         else:
