@@ -35,7 +35,7 @@ class ModelConfig:
     )
     kernels: str = key(
         "auto",
-        "What computes on cpu: `auto` (kvd's native kernels where they are installed and compute the model, else torch), `native` (refuse to start without them), `torch`",
+        "What computes on cpu: `auto` (kvd's native kernels where they are installed and compute the model, else torch), `native` (refuse to start without them), `torch`; on cuda: kvd's Triton kernels, or `torch`",
     )
     weights: str = key(
         "auto",
