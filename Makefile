@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -q --durations=15 -n 2 --dist loadfile
 # Marks of the tests that need more than the pure environment has.
 IMPURE := torch or store or socket or e2e or model or oracle or systemd
 
-.PHONY: demo test setup native model lint test-pure test-full bench bench-persistence bench-rehydrate bench-trace soak install wheels gpu-wheels clean
+.PHONY: demo test setup native model lint test-pure test-full bench bench-persistence bench-rehydrate bench-trace bench-scaling soak install wheels gpu-wheels clean
 
 demo: model
 	$(BIN)/kvd demo
@@ -66,6 +66,11 @@ bench: model
 # No model and no chance: the same figures on every machine.
 bench-trace: setup
 	$(BIN)/python tests/bench/bench_trace.py --out docs/benchmarks-trace.md
+
+# What the engine costs beside the model, and how it grows.
+bench-scaling: setup
+	$(BIN)/python tests/bench/bench_engine.py
+	$(BIN)/python tests/bench/bench_scaling.py --out docs/benchmarks-scaling.md
 
 # Random work, random deaths, and an oracle: make soak SOAK="--kills 500 --seed 7 --jobs 2".
 soak: setup
