@@ -200,6 +200,7 @@ def test_without_a_compiler_there_are_no_native_kernels_and_that_is_said(daemon_
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)  # three instruction sets take minutes beside other tests
 def test_with_a_compiler_the_wheel_brings_native_kernels(tmp_path: Path) -> None:
     (source := tmp_path / "source").mkdir()
     wheel = build("kvd", source, tmp_path / "dist")

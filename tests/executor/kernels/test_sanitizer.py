@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.torch, pytest.mark.full]
+pytestmark = [pytest.mark.torch, pytest.mark.full, pytest.mark.timeout(1800)]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
