@@ -6,6 +6,7 @@ head_dim]``; ``native_kv_pool.NativeKvPool`` in that of the native kernels.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, Self
 
@@ -37,7 +38,7 @@ def row_bytes(spec: KvShape, dtype: torch.dtype, block_size_tokens: int) -> int:
     return spec.num_layers * 2 * block_size_tokens * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 
-class PoolRows:
+class PoolRows(ABC):
     """``num_blocks`` rows of ``row_bytes`` on ``device``, zero at first: a block's bytes, whatever their order.
 
     ``dtype`` is that of the values of K and V. ``memory`` is taken on the host, if it is there and large enough.
@@ -83,9 +84,9 @@ class PoolRows:
         self._memory.wait_touched()
         return self._memory.touched_s
 
+    @abstractmethod
     def scratch(self, num_blocks: int) -> Self:
         """Another pool of the same kind, for steps that nobody keeps."""
-        raise NotImplementedError
 
     def read_blocks(self, block_ids: Sequence[BlockId], memory: memoryview) -> None:
         """Copy rows into writable ``memory``, ``len(block_ids) * row_bytes`` long, byte for byte.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvd.executor.assemble import LateRunner
 from kvd.executor.gpu.decode_graphs import DecodeGraphs, Field, Rerun, bucket_sizes
 from kvd.executor.gpu.device_runner import DeviceRunner, PendingStep
 from kvd.executor.gpu.transfer import download, upload
@@ -14,6 +15,7 @@ from kvd.executor.kv_pool import KvPool
 from kvd.executor.models.decoder import Decoder, allocate_weights
 from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec
 from kvd.executor.runner import TorchRunner
+from kvd.executor.worker import ExecutorThread
 from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, StartedRow
 from kvd.types import SamplingParams, pack_tokens
 
@@ -223,3 +225,19 @@ def test_arrays_travel_together_and_keep_shape_and_dtype():
     got["keys"].zero_()
     assert back.fence.done()
     assert back.tensors[0].tolist() == [1 << 40, -7]
+
+
+def test_it_serves_behind_the_executors_thread_once_warm():
+    limits = {"max_rows": 2, "max_model_len": 20}
+    pool = KvPool(SPEC, 16, SIZE, torch.float32, "cpu")
+    runner = DeviceRunner(TritonModel(SPEC, make_decoder().weights, pool, graphs=Rerun(), **limits), pool, VOCAB, **limits)
+    runner.warm_up()
+    assert not pool.rows.any(), "warming up touches no block"
+    late = LateRunner(pool, b"f" * 32)
+    late.attach(runner)
+    executor = ExecutorThread(late)
+    steps = [step(0, [start(0, [1, 2, 3], [0])]), step(1, going=[(0, 1, [])]), step(2, going=[(0, 1, [])])]
+    tickets = [executor.submit(each) for each in steps]
+    reference = make_torch_runner()
+    assert [columns(executor.collect(ticket)) for ticket in tickets] == [columns(reference.execute(each)) for each in steps]
+    assert executor.close(10)
