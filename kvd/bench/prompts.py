@@ -33,7 +33,7 @@ _TIMES = (
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """How sentences become tokens: ``tokens = fixed_tokens + sentences * sentence_tokens``."""
+    """How sentences of a system prompt become tokens of a whole prompt whose question asks nothing: ``tokens = fixed_tokens + sentences * sentence_tokens``."""
 
     fixed_tokens: float
     sentence_tokens: float
@@ -60,7 +60,7 @@ def rules(seed: str, num_sentences: int) -> str:
 
 
 def question(seed: str, num_sentences: int = 3) -> str:
-    """A user's turn of about 20 tokens a sentence."""
+    """A user's turn of about 20 tokens a sentence; without any, a few words that a long prompt ends with."""
     choose = random.Random(f"question {seed}")  # noqa: S311
     asked = (
         f"What happens when {choose.choice(_SUBJECTS)} {choose.choice(_DUTIES)} {choose.choice(_OBJECTS)} {choose.choice(_TIMES)}?"

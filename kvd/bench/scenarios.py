@@ -51,7 +51,9 @@ async def together(server: Server, asks: Sequence[Ask], width: int) -> tuple[lis
 async def prefill(server: Server, setting: Setting) -> Measured:
     """Prompt tokens over the time until the last first token."""
     point = setting.point
-    asks = [Ask(prompts.chat(setting.system(number), prompts.question(f"{setting.seed}/{number}")), 1) for number in range(point.requests)]
+    asks = [
+        Ask(prompts.chat(setting.system(number), prompts.question(f"{setting.seed}/{number}", 0)), 1) for number in range(point.requests)
+    ]
     if point.concurrency == 1:  # one after another: the rates of single prompts, of which the median is a figure
         answers = [await server.ask(ask) for ask in asks]
         rate = statistics.median(each.prompt_tokens / (each.ended_s - each.asked_s) for each in answers)
@@ -111,7 +113,7 @@ async def mixed(server: Server, setting: Setting) -> Measured:
     point = setting.point
     is_long = [number % 4 == 3 for number in range(point.requests)]
     asks = [
-        Ask(prompts.chat(setting.system(number), prompts.question(f"{setting.seed}/{number}")), _LONG_OUTPUT_TOKENS)
+        Ask(prompts.chat(setting.system(number), prompts.question(f"{setting.seed}/{number}", 0)), _LONG_OUTPUT_TOKENS)
         if long
         else Ask(prompts.alone(prompts.story(f"{setting.seed}/{number}")), point.output_tokens)
         for number, long in enumerate(is_long)
@@ -187,7 +189,7 @@ async def measure_sizing(server: Server) -> Sizing:
     few, many = 2, 66
     counts = []
     for number in (few, many):
-        answer = await server.ask(Ask(prompts.chat(prompts.rules(f"sizing {number}", number), prompts.question("sizing")), 1))
+        answer = await server.ask(Ask(prompts.chat(prompts.rules(f"sizing {number}", number), prompts.question("sizing", 0)), 1))
         counts.append(answer.prompt_tokens)
     slope = (counts[1] - counts[0]) / (many - few)
     if slope <= 0:

@@ -124,7 +124,7 @@ def test_one_answer_that_fails_fails_the_measurement_with_its_own_error():
 
 def test_sentences_are_counted_once():
     sizing = asyncio.run(measure_sizing(ScriptedServer()))
-    words = len((prompts.rules("0/x", sizing.sentences(1000)) + " " + prompts.question("sizing")).split())
+    words = len((prompts.rules("0/x", sizing.sentences(1000)) + " " + prompts.question("sizing", 0)).split())
     assert words == pytest.approx(1000, rel=0.05)
 
 
