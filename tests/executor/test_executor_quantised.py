@@ -13,6 +13,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from gguf_files import Shape, write_gguf  # noqa: E402
 
+from kvd.config import CacheConfig, ModelConfig, SchedulerConfig  # noqa: E402
+from kvd.executor.assemble import open_model  # noqa: E402
 from kvd.executor.attention.backend import AttentionRows  # noqa: E402
 from kvd.executor.input_batch import StepRows  # noqa: E402
 from kvd.executor.kernels.cpu import native  # noqa: E402
@@ -94,6 +96,27 @@ def test_the_same_bits_however_a_prompt_is_cut(kind, dtype, tmp_path):
     prompt = np.random.default_rng(0).integers(0, 96, 130)
     whole = served.logits(prompt, (130,))
     assert torch.equal(served.logits(prompt, (1, 5, 7, 37, 64, *([1] * 16))), whole)
+
+
+def test_blocks_of_kept_and_of_converted_weights_are_never_taken_for_each_other(tmp_path):
+    found = {}
+    for kind in ("Q4_1", "Q5_K"):
+        path = tiny(tmp_path, kind)
+        for weights in ("auto", "dequantised"):
+            opened = open_model(
+                path,
+                inspect_model(path),
+                ModelConfig(device="cpu", dtype="float32", weights=weights),
+                CacheConfig(kv_memory=1 << 22),
+                SchedulerConfig(),
+                threads=1,
+                digest_cache=tmp_path / "digests.json",
+            )
+            found[kind, weights] = opened.kernel_family, opened.fingerprint
+    kept, converted = found["Q4_1", "auto"], found["Q4_1", "dequantised"]
+    assert kept[0] == f"{converted[0]}-quantised"
+    assert kept[1] != converted[1]
+    assert found["Q5_K", "auto"] == found["Q5_K", "dequantised"]
 
 
 def divergence(logits, exact):
