@@ -364,8 +364,10 @@ class Pins:
     def _take_back(self, pending: _Pending, message: str) -> list[Event]:
         """The pin can't be made durable: release it, and hold again what it replaced."""
         name = pending.recipe.name
-        self._cache.unpin(name)
         events = self._fail(pending, ErrorCode.STORAGE_ERROR, message)
+        if any(later.recipe.name == name and not later.is_superseded for later in self._recording.values()):
+            return events  # what is held is a later pin's, of which the disk has not spoken yet
+        self._cache.unpin(name)
         replaced = self._recipes.recipes().get(name)
         if replaced is None:
             return events

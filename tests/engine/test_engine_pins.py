@@ -234,6 +234,23 @@ def test_a_recipe_that_can_not_be_written_leaves_no_new_pin():
     ends(life)
 
 
+def test_a_failed_write_takes_nothing_from_a_later_pin_of_that_name():
+    def life(world):
+        yield from world.ready()
+        world.pin("system", SYSTEM)
+        yield from world.until(lambda: len(world.book.pending) == 1)
+        later = world.pin("system", OTHER, digest=b"another text side")
+        yield from world.until(lambda: len(world.book.pending) == 2)
+        world.book.settle(1, error="no space left")
+        yield
+        yield
+        assert held(world, "system") == prefix(OTHER)
+        yield from settled(world, later)
+        assert world.client.answers[later].result["name"] == "system"
+
+    ends(life)
+
+
 def test_a_failed_write_does_not_bring_back_ids_of_another_text_side():
     def life(world):
         yield from world.ready()
