@@ -42,6 +42,7 @@ class EarlyWeights:
         self._spec = spec
         self._choice = choice
         self._listener: Progress | None = None
+        self._read = (0, 0)
         self._weights: NativeWeights | None = None
         self._error: BaseException | None = None
         self.was_taken = False
@@ -63,6 +64,7 @@ class EarlyWeights:
         self._thread.join()
         if self._error is not None:
             raise self._error
+        progress(*self._read)  # nobody listened while they were read
         weights, self._weights = self._weights, None
         return weights
 
@@ -85,6 +87,7 @@ class EarlyWeights:
         self.loaded_s = time.monotonic() - begun_s
 
     def _tell(self, done: int, total: int) -> None:
+        self._read = (done, total)
         if self._listener is not None:
             self._listener(done, total)
 
