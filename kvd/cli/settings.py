@@ -22,7 +22,17 @@ from kvd.cli.units import format_size, parse_size
 from kvd.config import ConfigError, DaemonConfig
 
 OTHER_VARIABLES = frozenset(
-    {"KVD_CONFIG", "KVD_CONNECT", "KVD_TIMEOUT", "KVD_SERVER_KEY", "KVD_CLIENT_KEY_FILE", "KVD_MODELS_DIR", "KVD_FAILPOINTS", "KVD_API_KEY"}
+    {
+        "KVD_CONFIG",
+        "KVD_CONNECT",
+        "KVD_TIMEOUT",
+        "KVD_SERVER_KEY",
+        "KVD_CLIENT_KEY_FILE",
+        "KVD_MODELS_DIR",
+        "KVD_FAILPOINTS",
+        "KVD_API_KEY",
+        "KVD_BENCH_VISIT",
+    }
 )
 """Variables of the environment that are no configuration keys."""
 
