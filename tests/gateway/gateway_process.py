@@ -39,6 +39,7 @@ class GatewayProcess:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("KVD_")} | (env or {})
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen([*command, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environ)
+        self._clients: list[openai.OpenAI] = []
         self.port = self._port()
 
     def _port(self) -> int:
@@ -61,6 +62,8 @@ class GatewayProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for client in self._clients:
+            client.close()
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -68,7 +71,10 @@ class GatewayProcess:
             sys.stderr.write(f"--- {self.log_path}\n{self.log_path.read_text()}\n")
 
     def openai(self, api_key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=api_key, max_retries=0, timeout=30.0)
+        """A client that is closed with the gateway."""
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=api_key, max_retries=0, timeout=30.0)
+        self._clients.append(client)
+        return client
 
     def get(self, path: str, **headers: str) -> Reply:
         return self.request("GET", path, None, **headers)
