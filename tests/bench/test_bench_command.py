@@ -46,7 +46,8 @@ def gateway(endpoint):
 
 def test_a_daemon_and_its_gateway_in_turns(tmp_path):
     out, plot = tmp_path / "out.json", tmp_path / "out.svg"
-    with DaemonProcess(tmp_path) as daemon, gateway(daemon.endpoint) as url:
+    # steps take some time, or no two streams would run at once
+    with DaemonProcess(tmp_path, "--fake-step-ms", "2") as daemon, gateway(daemon.endpoint) as url:
         daemon.wait_ready()
         scenarios = ["prefill", "decode", "shared-prefix", "prefix-hit", "mixed", "multi-turn"]
         targets = ["--compare", f"kvd={daemon.endpoint}", "--compare", f"gateway={url}", "--wait", "30"]
@@ -141,7 +142,21 @@ def test_ways_of_sharing_are_compared():
 def test_ctrl_c_ends_it_and_the_server_that_it_started(tmp_path):
     endpoint, child = f"ipc://{tmp_path}/s.sock", tmp_path / "child"
     serve = shlex.join(
-        [sys.executable, "-m", "kvd", "serve", "--executor", "fake", "--no-persist", "--listen", endpoint, "--state-dir", str(tmp_path)]
+        [
+            sys.executable,
+            "-m",
+            "kvd",
+            "serve",
+            "--executor",
+            "fake",
+            "--fake-step-ms",
+            "2",
+            "--no-persist",
+            "--listen",
+            endpoint,
+            "--state-dir",
+            str(tmp_path),
+        ]
     )
     arguments = [
         "run",

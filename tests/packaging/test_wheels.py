@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import tarfile
 import tomllib
 import zipfile
@@ -91,7 +92,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Built]:
 
 
 def run(*command: str, cwd: Path | None = None, path: str = PATH) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env={"PATH": path, "HOME": "/nonexistent"})
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=cwd, env={"PATH": path, "HOME": tempfile.gettempdir()}
+    )
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 

@@ -137,7 +137,7 @@ def put(path: Path, kind: str) -> None:
         path.mkdir()
         (path / "something").write_bytes(b"x")
     elif kind == "dangling":
-        path.symlink_to("/nonexistent/file")
+        path.symlink_to("no-such-folder/file")
     else:
         path.write_bytes(b"")
 

@@ -61,7 +61,7 @@ def put(path: Path, kind: str) -> None:
         path.mkdir()
         (path / "something").write_bytes(b"x")
     else:
-        path.symlink_to("/nonexistent/file")
+        path.symlink_to("no-such-folder/file")
 
 
 def newest(folder: Path) -> Path:

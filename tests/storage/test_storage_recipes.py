@@ -95,7 +95,7 @@ def damage_file(path: Path, damage: str) -> None:
         path.mkdir()
         (path / "something").write_bytes(b"x")
     elif damage == "dangling":
-        path.symlink_to("/nonexistent/file")
+        path.symlink_to("no-such-folder/file")
     elif damage == "unreadable content":
         payload = b"\x91\x81\xa4name" + b"\x91" * 5000 + b"\x01"
         body = data[:12] + struct.pack("<QQ", int(path.suffix[1:]), len(payload)) + payload
@@ -336,7 +336,7 @@ def test_an_unexpected_failure_answers_its_changes_and_the_next_go_on(tmp_path, 
 @pytest.mark.parametrize("kind", ["file", "dangling"])
 def test_recipes_that_can_not_be_listed_refuse_the_start(tmp_path, kind):
     path = tmp_path / "recipes"
-    path.write_bytes(b"") if kind == "file" else path.symlink_to("/nonexistent/folder")
+    path.write_bytes(b"") if kind == "file" else path.symlink_to("no-such-folder/folder")
     with pytest.raises(RecipesUnreadableError, match="can't be listed"):
         RecipeStore(tmp_path, inbox=Inbox(), log=Log())
 
