@@ -9,8 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import tarfile
+import tempfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
