@@ -151,6 +151,12 @@ class Rehydration:
 
     def run(self, chains: Sequence[Sequence[IndexNode]], progress: Progress) -> Loaded:
         """Load ``chains`` until all are there, the time is over or the store fails. The tree holds no filling node of ours afterwards."""
+        try:
+            return self._run(chains, progress)
+        finally:
+            self._second_reader.shutdown()  # a signal may end the start anywhere in here, and the store's map is gone soon after
+
+    def _run(self, chains: Sequence[Sequence[IndexNode]], progress: Progress) -> Loaded:
         self._progress = progress
         self._num_total = len({node.block_hash for chain in chains for node in chain})
         try:
@@ -170,7 +176,6 @@ class Rehydration:
         if self._waiting:
             self._cache.fail_fill([load.target.node for load in self._waiting])
             self._waiting.clear()
-        self._second_reader.shutdown()
         progress(self._loaded.num_blocks, self._num_total)
         return self._loaded
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 from storage_harness import ROW_BYTES, World, prompt
 
 from kvd.observe import failpoints
+from kvd.storage import rehydrate
 from kvd.storage.tools import check_store
 
 pytestmark = pytest.mark.store
@@ -30,3 +34,33 @@ def test_an_io_error_while_rehydrating_leaves_no_block_half_loaded(tmp_path, mon
         assert world.ask(prompt(number, 16 * 12 + 1)) == 16 * 12
     assert world.stop()
     assert check_store(tmp_path)["ok"]
+
+
+class Stop(BaseException):
+    """What a signal handler raises."""
+
+
+def test_a_signal_within_a_read_leaves_no_reader_behind(tmp_path, monkeypatch):
+    """After it the store is closed: whoever still read its map would be killed by it."""
+    world = World(tmp_path)
+    assert world.pin("system", prompt(9, 16 * 12)) == "recipe+bytes"
+    assert world.stop()
+    reading = []
+
+    def slow(*arguments):
+        if threading.current_thread() is not threading.main_thread():
+            reading.append(True)
+            time.sleep(0.3)
+            reading.pop()
+
+    def interrupted(_futures):
+        while not reading:
+            time.sleep(0.001)
+        raise Stop
+
+    monkeypatch.setattr(rehydrate, "read_checked", slow)
+    monkeypatch.setattr(rehydrate, "wait", interrupted)
+    with pytest.raises(Stop):
+        World(tmp_path)
+    assert not reading
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvd-rehydrate")]
