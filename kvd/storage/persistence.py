@@ -257,7 +257,6 @@ class Storage:
         running.planner.start(running.store, degraded_reason=running.recovered.store_error, generation_lost=lost)
         if running.cold_tier is not None:
             running.cold_tier.start(loaded.num_bytes, time.monotonic() - started_s)
-        running.is_started = True
         self._open_forgetting.start()
         return RehydrationReport(
             num_blocks=loaded.num_blocks,
@@ -429,7 +428,7 @@ class Storage:
         On the engine thread after the loop ended, while the executor still works.
         """
         running = self._running
-        if running is None or not running.is_started or not running.planner.is_alive:
+        if running is None or not running.planner.is_alive:
             return False
         running.planner.request_final()
         while not running.planner.final_done.wait(POLL_S):
@@ -446,13 +445,11 @@ class Storage:
         is_over = self._forgetting is None or self._forgetting.stop(_STOP_S)
         running = self._running
         if running is not None:
-            if running.is_started:
-                if running.cold_tier is not None:
-                    running.cold_tier.stop(_STOP_S)
-                running.planner.stop(_STOP_S)
-                is_over = running.store.stop(_STOP_S) and is_over
-            elif running.recovered.store is not None:
-                running.recovered.store.close()
+            # each knows whether it was started: a signal may have ended the start between two of them
+            if running.cold_tier is not None:
+                running.cold_tier.stop(_STOP_S)
+            running.planner.stop(_STOP_S)
+            is_over = running.store.stop(_STOP_S) and is_over
             running.wal.close(_STOP_S)
             is_over = is_over and not running.wal.is_alive
         if self._recipes is not None:

@@ -131,7 +131,8 @@ class Planner:
         self._stopping = True
         self._hurry.set()
         self._wake.set()
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def stats(self) -> dict[str, Any]:

@@ -42,7 +42,6 @@ class Running:
     planner: Planner
     store: StoreThread
     cold_tier: ColdTier | None
-    is_started: bool = False
 
 
 def assemble(

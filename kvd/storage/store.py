@@ -7,8 +7,11 @@ map is SIGBUS), every value carries its own checksum, no view of the map outlive
 from __future__ import annotations
 
 import errno
+import math
 import os
 import struct
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +49,7 @@ _SHRINK_ROOM_BYTES = 1 << 20
 _SPARE_DISK_BYTES = 1 << 20
 _LOCK_FILE_BYTES = 8192
 """Of lmdb's default 126 readers."""
+_CLOSE_POLL_S = 0.001
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -127,6 +131,9 @@ class Store:
         self.blocked_by = ""
         """Why a start could open it for reading alone."""
         self._path = directory / DATA_NAME
+        self._readers: list[int] = []
+        """The thread of each read of blocks. Without a lock: a signal may end the start anywhere, and a lock that it left held would never be free again."""
+        self._is_closing = False
         size = check_data_file(self._path)
         is_short = size > self._path.stat().st_size
         if is_short and readonly:
@@ -179,8 +186,17 @@ class Store:
             finally:
                 env.close()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = math.inf) -> bool:
+        """Let the map go as soon as no other thread reads blocks in it, which would be a segmentation fault; whether that was in time. If not, it stays."""
+        self._is_closing = True
+        end_s = time.monotonic() + timeout_s
+        own = threading.get_ident()
+        while any(reader != own for reader in list(self._readers)):
+            if time.monotonic() >= end_s:
+                return False
+            time.sleep(_CLOSE_POLL_S)
         self._env.close()
+        return True
 
     @property
     def file_bytes(self) -> int:
@@ -228,9 +244,20 @@ class Store:
 
     @contextmanager
     def reading_blocks(self) -> Iterator[BlockReader]:
-        """A read transaction over the blocks; keep it short, for it keeps freed pages from being used again."""
-        with _translated(), self._env.begin(db=self._dbs[schema.DB_BLOCKS], buffers=True) as txn:
-            yield BlockReader(txn, self.codec)
+        """A read transaction over the blocks; keep it short, for it keeps freed pages from being used again, and ``close`` waits for it.
+
+        Raises:
+            StoreBlockedError: the store is closed, or about to be.
+        """
+        own = threading.get_ident()
+        self._readers.append(own)
+        try:
+            if self._is_closing:  # asked after the entry was made, as ``close`` looks at the entries after it has set this
+                raise StoreBlockedError("the store is closed")
+            with _translated(), self._env.begin(db=self._dbs[schema.DB_BLOCKS], buffers=True) as txn:
+                yield BlockReader(txn, self.codec)
+        finally:
+            self._readers.remove(own)
 
     def _check_last_pages(self) -> None:
         """A file that ended before its last page: if that page was counted and never written (``cover_last_page``), a power cut may have come before it was

@@ -218,7 +218,10 @@ class StoreThread:
                     self._reading.notify_all()
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish what was handed over, commit, close the store; whether the thread ended in time."""
+        """Finish what was handed over, commit, close the store; whether that was in time. Without a thread, because the start ended before, only close it."""
+        if self._thread.ident is None:
+            store = self._take_store()
+            return store is None or store.close(timeout_s)
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
