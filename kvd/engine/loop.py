@@ -59,6 +59,8 @@ _EVICT_BLOCKS_PER_STEP = 64
 _EXPIRE_BLOCKS_PER_ROUND = 256
 _SNAPSHOT_INTERVAL_S = 0.5
 _SAMPLE_INTERVAL_S = 1.0
+_LONG_STEP_S = 0.05
+"""Behind a step that takes longer none is queued: the time between steps is nothing beside it, and a request that comes meanwhile would wait for both."""
 
 
 class State(StrEnum):
@@ -137,6 +139,8 @@ class EngineLoop:
         self._state = State.REHYDRATING
         self._in_flight: deque[_Flight] = deque()
         self._collected_s = 0.0
+        self._chunk_token_s = 0.0
+        """Seconds of the last step that had prompt tokens, by each of them."""
         self._unsent: list[Event] = []
         self._step = 0
         self._work = StartWork()
@@ -167,17 +171,22 @@ class EngineLoop:
             for command in self._inbox.drain():
                 self._handle(command)
             self._keep_time()
-            step = self._scheduler.schedule() if len(self._in_flight) < self._max_steps_in_flight else None
+            step = self._scheduler.schedule() if self._has_room() else None
             if step is not None and not self._start_step(step):
                 return LoopEnd.ENGINE_ERROR
             self._between_steps()
-            if self._in_flight and (step is None or len(self._in_flight) >= self._max_steps_in_flight):
+            if self._in_flight and (step is None or not self._has_room()):
                 if not self._collect():
                     return LoopEnd.ENGINE_ERROR
             elif step is None:
                 if self._is_drained():
                     return LoopEnd.DRAINED
                 self._rest()
+
+    def _has_room(self) -> bool:
+        """Whether another step may be submitted now."""
+        num_chunk_tokens = sum(flight.step.num_chunk_tokens for flight in self._in_flight)
+        return len(self._in_flight) < self._max_steps_in_flight and num_chunk_tokens * self._chunk_token_s <= _LONG_STEP_S
 
     def _rest(self) -> None:
         """Nothing runs: sleep. But what the scheduler had to end instead of running it is told at once, and may have made room."""
@@ -227,6 +236,8 @@ class EngineLoop:
             return False
         began_s, self._collected_s = max(flight.submitted_s, self._collected_s), self._clock.monotonic()
         self._observer.note_prefill(step.num_chunk_tokens, self._collected_s - began_s)
+        if step.num_chunk_tokens:
+            self._chunk_token_s = (self._collected_s - began_s) / step.num_chunk_tokens
         self._take(self._scheduler.update(step, output))
         if self._log_steps:
             self._log_step(step)

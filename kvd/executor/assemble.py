@@ -110,6 +110,8 @@ class LateRunner:
 
     def write_blocks(self, group: str, block_ids: Sequence[BlockId], memory: memoryview) -> Later | None:
         assert group == "target"
+        if self._runner is not None:
+            self._runner.settle()  # a step under way may still write to a block that its row has lost; no lease covers those
         return self._copies.write_blocks(block_ids, memory)
 
 
@@ -164,6 +166,7 @@ class OpenedModel:
             decoder = load_decoder(self.path, self.spec, dtype=self.dtype, device=self.device, progress=progress)
             return TorchRunner(decoder, self.spec, self.pool, max_rows=self.max_rows, max_model_len=self.max_model_len)
         from kvd.executor.native_model import NativeModel, load_native_decoder
+        from kvd.executor.native_runner import NativeRunner
 
         assert isinstance(self.pool, NativeKvPool)
         native_decoder = load_native_decoder(
@@ -178,7 +181,7 @@ class OpenedModel:
             early=self.head_start.weights,
         )
         model = NativeModel(native_decoder, self.pool)
-        return ModelRunner(model, self.pool, self.spec.vocab_size, max_rows=self.max_rows, max_model_len=self.max_model_len)
+        return NativeRunner(model, self.pool, self.spec.vocab_size, max_rows=self.max_rows, max_model_len=self.max_model_len)
 
     def _make_gpu_runner(self, progress: Callable[[int, int], None]) -> ModelRunner:
         from kvd.executor.gpu.decode_graphs import CudaGraphs
@@ -269,7 +272,7 @@ def open_model(
         runner=LateRunner(pool, digest, _side_stream_copies(pool) if on_gpu else None),
         head_start=head_start,
         host_memory=_pinned_memory() if on_gpu else map_memory,
-        max_steps_in_flight=2 if on_gpu else 1,
+        max_steps_in_flight=1 if reason and not on_gpu else 2,
     )
 
 

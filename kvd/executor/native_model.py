@@ -97,6 +97,11 @@ class NativeModel:
         self._pool = pool
         self._logits = torch.empty((0, decoder.vocab_size), dtype=torch.float32)
 
+    @property
+    def decoder(self) -> Any:
+        """The native decoder."""
+        return self._decoder
+
     def over(self, pool: NativeKvPool) -> NativeModel:
         return NativeModel(self._decoder, pool)
 
@@ -119,6 +124,10 @@ class NativeModel:
             finite,
         )
         return _NativeHidden(self, finite)
+
+    def hidden(self) -> StepHidden:
+        """Of the last step that the decoder ran, by whomever; all of it finite, as far as is known here."""
+        return _NativeHidden(self, np.ones(0, dtype=bool))
 
     def logits(self, tokens: np.ndarray) -> Tensor:
         """``StepHidden.logits`` of the last step, in memory that the next call takes again."""

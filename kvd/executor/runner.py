@@ -52,6 +52,9 @@ class ModelRunner:
         """``execute``, for a caller that can wait later; a device may still work on what is returned."""
         return self.execute(step)
 
+    def settle(self) -> None:
+        """Return when nothing that was launched still writes to the pool, as far as that is not the device's own concern."""
+
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ExecutorOutput:
         """Apply the step's deltas, compute its positions, sample where a row's last known token is reached.

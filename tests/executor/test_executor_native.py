@@ -9,13 +9,18 @@ pytestmark = pytest.mark.torch
 import random  # noqa: E402
 from dataclasses import replace  # noqa: E402
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from native_runner import native_decoder, native_runner  # noqa: E402
 
+from kvd.executor.assemble import LateRunner  # noqa: E402
 from kvd.executor.kernels.cpu import native  # noqa: E402
 from kvd.executor.kv_pool import KvPool  # noqa: E402
 from kvd.executor.models.decoder import Decoder, allocate_weights  # noqa: E402
 from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec, RopeType  # noqa: E402
+from kvd.executor.native_kv_pool import NativeKvPool  # noqa: E402
+from kvd.executor.native_model import NativeModel  # noqa: E402
+from kvd.executor.native_runner import NativeRunner, PendingStep  # noqa: E402
 from kvd.executor.runner import TorchRunner  # noqa: E402
 from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, SharedRuns, StartedRow  # noqa: E402
 from kvd.types import SamplingParams, pack_tokens  # noqa: E402
@@ -73,10 +78,10 @@ def prompt_of(length, seed=0):
     return random.Random(seed).choices(range(VOCAB), k=length)
 
 
-def start(tokens, block_ids, *, row=0, num_tokens=None, num_computed=0, num_prompt_tokens=None, **more):
+def start(tokens, block_ids, *, row=0, num_tokens=None, num_computed=0, num_prompt_tokens=None, sampling=GREEDY, **more):
     todo = len(tokens) - num_computed if num_tokens is None else num_tokens
     prompt_tokens = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
-    return StartedRow(row, pack_tokens(tokens), prompt_tokens, num_computed, todo, tuple(block_ids), GREEDY, **more)
+    return StartedRow(row, pack_tokens(tokens), prompt_tokens, num_computed, todo, tuple(block_ids), sampling, **more)
 
 
 def step(started=(), rows=(), num_tokens=(), **more):
@@ -320,3 +325,133 @@ def test_more_draws_than_tokens_and_mixed_sampling():
     assert sorted(zip(output.rows, output.choices, strict=True)) == [(0, 0), (0, 1), (0, 2), (1, 0)]
     assert output.logprobs is not None
     assert output.token_ids[output.rows.index(1)] == tiny.tokens[0]
+
+
+# ---- steps in the queue ------------------------------------------------------------------------------------------------------------------
+
+
+def queue_runner(tiny, num_blocks=128, decoder=None):
+    pool = NativeKvPool(tiny.spec, num_blocks, tiny.kv_type)
+    return NativeRunner(NativeModel(decoder or tiny.decoder, pool), pool, VOCAB, max_rows=8, max_model_len=400), pool
+
+
+def script(sampling):
+    """A chunk, decodes that enter new blocks, a fork with a copied tail, a release and another beginning in its row; some rows sample with ``sampling``."""
+    prompt = prompt_of(40)
+    return [
+        step([start(prompt, [0, 1, 2], num_tokens=24, sampling=sampling), start(prompt[:5], [3], row=1)]),
+        step([start(prompt[:16], [4, 5], row=2, sampling=sampling)], [0, 1], [16, 1]),
+        step([], [0, 1, 2], [1, 1, 1]),
+        step([start([*prompt[:20], 3], [0, 7], row=3, num_computed=20)], [0, 2], [1, 1], released=(1,), copies=(BlockCopy(1, 7, 1, 3),)),
+        step([start(prompt[:30], [8, 9, 10], row=1)], [0, 3, 2], [1, 1, 1]),
+        *(step([], [3, 2, 0, 1], [1, 1, 1, 1]) for _ in range(4)),
+    ]
+
+
+def columns(output):
+    return sorted(zip(output.rows, output.choices, output.token_ids, strict=True)), output.failed_rows
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(seed=5), SamplingParams(top_p=0.8, presence_penalty=0.5, seed=3)])
+def test_steps_in_the_queue_say_what_they_say_one_by_one(tiny, sampling):
+    reference, reference_pool, _ = tiny.runner()
+    ours, pool = queue_runner(tiny)
+    launched = [ours.launch(each) for each in script(sampling)]  # as if all were in flight
+    assert sum(isinstance(each, PendingStep) for each in launched) == (9 if sampling is GREEDY else 1)  # the first one: nobody samples beside the greedy row
+    said = [columns(each.result() if isinstance(each, PendingStep) else each) for each in reversed(launched)]
+    assert said[::-1] == [columns(reference.execute(each)) for each in script(sampling)]
+    written = [bytearray(11 * pool.row_bytes) for _ in range(2)]
+    for each, memory in zip((pool, reference_pool), written, strict=True):
+        each.read_blocks(range(11), memoryview(memory))
+    assert written[0] == written[1]
+
+
+def test_rows_go_to_and_fro_between_the_queue_and_the_sampler(tiny):
+    """A row whose last token only the queue knows takes part in a step that is sampled outside of it, and goes on in the queue."""
+    plain, other = start(prompt_of(40), [0, 1, 2]), start(prompt_of(9), [3], row=1, sampling=SamplingParams(top_p=0.8, seed=3))
+    steps = [
+        step([plain]),
+        step([], [0], [1]),
+        step([other], [0], [1]),
+        step([], [0, 1], [1, 1]),
+        step([], [0], [1], released=(1,)),
+        step([], [0], [1]),
+    ]
+    reference, _, _ = tiny.runner()
+    ours, _ = queue_runner(tiny)
+    launched = [ours.launch(each) for each in steps]
+    assert [isinstance(each, PendingStep) for each in launched] == [True, True, False, False, True, True]
+    said = [columns(each.result() if isinstance(each, PendingStep) else each) for each in launched]
+    assert said == [columns(reference.execute(each)) for each in steps]
+
+
+@pytest.mark.parametrize("where", ["hidden", "logits"])
+def test_a_row_that_fails_in_the_queue_fails_in_each_step_until_it_begins_again(where):
+    healthy = Tiny("llama")
+    weights = make_weights(healthy.spec)
+    (weights.embedding if where == "hidden" else weights.head)[VOCAB - 1] = float("nan")
+    decoder = native_decoder(healthy.spec, weights, torch.float32, 400)
+    ours, _ = queue_runner(healthy, 40, decoder)
+    prompt = prompt_of(PROMPT_TOKENS)
+    sick = start([*range(1, 20), VOCAB - 1], [20, 21, 22], row=1)
+    steps = [step([sick, start(prompt, range(16))]), step([], [1, 0], [1, 1]), step([], [1, 0], [1, 1])]
+    steps += [step([start(prompt[:5], [23], row=1)], [0], [1], released=(1,)), step([], [0, 1], [1, 1])]
+    said = [each.result() for each in [ours.launch(each) for each in steps]]
+    failed = [(1,), (1,), (1,), (), ()] if where == "hidden" else [(0, 1)] * 3 + [(0, 1)] * 2  # a NaN in the head is in every row's logits
+    assert [tuple(sorted(each.failed_rows)) for each in said] == failed
+    if where == "hidden":
+        assert [dict(zip(each.rows, each.token_ids, strict=True))[0] for each in said] == healthy.tokens[:5]
+        assert [sorted(each.rows) for each in said] == [[0], [0], [0], [0, 1], [0, 1]]
+
+
+def test_what_the_sampler_finds_out_is_known_to_the_queue():
+    tiny = Tiny("llama")
+    weights = make_weights(tiny.spec)
+    weights.head[VOCAB - 1] = float("nan")
+    ours, _ = queue_runner(tiny, 40, native_decoder(tiny.spec, weights, torch.float32, 400))
+    told = []
+    ours._queue = Told(ours._queue, told)
+    assert ours.execute(step([start(prompt_of(9), [0], sampling=SamplingParams(top_p=0.5))])).failed_rows == (0,)
+    assert told == [([0], [True])]
+    ours, _ = queue_runner(tiny, 40)
+    ours.execute(step([start(prompt_of(9), [0]), start(prompt_of(9), [1], row=1)]))
+    ours._queue.set_failed(np.array([1, 0]), np.array([True, False]))
+    output = ours.execute(step([], [0, 1], [1, 1]))
+    assert (output.rows, output.failed_rows) == ([0], (1,))
+
+
+class Told:
+    """A queue that notes what it is told about failures."""
+
+    def __init__(self, queue, told):
+        self.launch, self.wait = queue.launch, queue.wait
+        self.set_failed = lambda rows, failed: (told.append((rows.tolist(), failed.tolist())), queue.set_failed(rows, failed))
+
+
+def test_after_a_step_that_went_wrong_nothing_runs():
+    tiny = Tiny("llama")
+    ours, pool = queue_runner(tiny, 8)
+    before, after = bytearray(8 * pool.row_bytes), bytearray(8 * pool.row_bytes)
+    pool.read_blocks(range(8), memoryview(before))
+    wrong, behind = ours.launch(step([start([1, VOCAB], [0])])), ours.launch(step([start([1, 2], [1], row=1)]))
+    for each in (behind, wrong):
+        with pytest.raises(IndexError, match="token id 300 of 300"):
+            each.result()
+        assert each.done()
+    pool.read_blocks(range(8), memoryview(after))
+    assert before == after
+    with pytest.raises(IndexError, match="block 8 of 8"):
+        ours.launch(step([start([1, 2], [1, 2])], copies=(BlockCopy(8, 2, 1, 0),)))
+
+
+def test_a_block_that_a_row_has_lost_is_written_after_the_steps_under_way(tiny):
+    ours, pool = queue_runner(tiny)
+    late = LateRunner(pool, bytes(32))
+    late.attach(ours)
+    content = random.Random(3).randbytes(3 * pool.row_bytes)
+    flights = [late.execute(step([start(prompt_of(PROMPT_TOKENS), range(20))])), late.execute(step([], [0], [1]))]
+    late.write_blocks("target", [3, 0, 12], memoryview(content))
+    assert all(each.done() for each in flights)
+    kept = bytearray(len(content))
+    late.read_blocks("target", [3, 0, 12], memoryview(kept))
+    assert kept == content

@@ -120,6 +120,8 @@ void Decoder::check(const StepInput& input) const {
         }
     }
     for (int64_t r = 0; r < shape.num_rows; ++r) {
+        if (shape.starts[r] >= shape.starts[r + 1]) throw std::out_of_range("a row of a step has at least one token");
+        if (shape.num_computed[r] < 0) out_of_range("number of computed positions", shape.num_computed[r], shape_.max_positions);
         const int64_t num_blocks = (shape.num_computed[r] + shape.starts[r + 1] - shape.starts[r] + BLOCK - 1) / BLOCK;
         if (num_blocks > shape.table_stride) out_of_range("block of a table", num_blocks - 1, shape.table_stride);
         const int32_t* table = shape.block_tables + r * shape.table_stride;
@@ -128,6 +130,9 @@ void Decoder::check(const StepInput& input) const {
         }
     }
     for (int64_t run = 0; run < shape.num_runs; ++run) {
+        if (shape.run_start[run] < 0 || shape.run_offsets[run] > shape.run_offsets[run + 1] || shape.run_offsets[run + 1] > shape.run_offsets[shape.num_runs]) {
+            throw std::out_of_range("a shared run begins before the first position, or its rows are out of order");
+        }
         for (int64_t i = shape.run_offsets[run]; i < shape.run_offsets[run + 1]; ++i) {
             const int64_t row = shape.run_rows[i];
             if (static_cast<uint64_t>(row) >= static_cast<uint64_t>(shape.num_rows)) out_of_range("row of a run", row, shape.num_rows);
@@ -283,6 +288,8 @@ namespace {
 
 template <class T, int NDIM>
 using Array = nb::ndarray<const T, nb::ndim<NDIM>, nb::c_contig, nb::device::cpu>;
+using Ids = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Flags = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 std::vector<float> values_of(const nb::ndarray<const float, nb::c_contig, nb::device::cpu>& array) { return {array.data(), array.data() + array.size()}; }
 
@@ -294,13 +301,6 @@ Compute compute_named(const std::string& name) {
     if (name == "float32") return Compute::f32;
     if (name == "bfloat16") return Compute::bf16;
     throw std::invalid_argument("no compute type " + name);
-}
-
-KvType kv_type_named(const std::string& name) {
-    if (name == "float32") return KvType::f32;
-    if (name == "bfloat16") return KvType::bf16;
-    if (name == "int8") return KvType::int8;
-    throw std::invalid_argument("no KV type " + name);
 }
 
 }  // namespace
@@ -343,24 +343,28 @@ void register_decoder(nb::module_& m) {
                const Array<int64_t, 1>& positions, const Array<int64_t, 1>& starts, const Array<int64_t, 1>& num_computed,
                const Array<int32_t, 2>& block_tables, const Array<int64_t, 1>& run_start, const Array<int64_t, 1>& run_end,
                const Array<int64_t, 1>& run_offsets, const Array<int64_t, 1>& run_rows,
-               const nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>& finite) {
+               const Flags& finite) {
                 const auto num_rows = static_cast<int64_t>(num_computed.shape(0)), num_tokens = static_cast<int64_t>(token_ids.shape(0));
                 const auto num_runs = static_cast<int64_t>(run_start.shape(0));
                 require(static_cast<int64_t>(starts.shape(0)) == num_rows + 1 && static_cast<int64_t>(block_tables.shape(0)) == num_rows, "rows");
                 require(static_cast<int64_t>(positions.shape(0)) == num_tokens && static_cast<int64_t>(finite.shape(0)) == num_tokens, "tokens");
                 require(num_rows > 0 && starts.data()[0] == 0 && starts.data()[num_rows] == num_tokens, "starts");
                 require(static_cast<int64_t>(run_end.shape(0)) == num_runs && static_cast<int64_t>(run_offsets.shape(0)) == num_runs + 1, "runs");
+                require(run_offsets.data()[0] == 0 && run_offsets.data()[num_runs] == static_cast<int64_t>(run_rows.shape(0)), "rows of runs");
                 const StepInput input{{num_rows, num_tokens, starts.data(), num_computed.data(), block_tables.data(),
                                        static_cast<int64_t>(block_tables.shape(1)), num_runs, run_start.data(), run_end.data(), run_offsets.data(),
                                        run_rows.data()},
                                       token_ids.data(),
                                       positions.data(),
-                                      kv_type_named(kv_type),
+                                      kv_type_of(kv_type),
                                       reinterpret_cast<uint8_t*>(kv_address),
                                       num_blocks};
                 nb::gil_scoped_release released;
                 self.forward(input, finite.data());
             },
+            nb::arg("kv_address"), nb::arg("kv_type"), nb::arg("num_blocks"), nb::arg("token_ids"), nb::arg("positions"), nb::arg("starts"),
+            nb::arg("num_computed"), nb::arg("block_tables"), nb::arg("run_start"), nb::arg("run_end"), nb::arg("run_offsets"), nb::arg("run_rows"),
+            nb::arg("finite").noconvert(),
             "Run a step; `finite` is filled: whether a token's hidden states are. Raises IndexError for a token, position or block out of range.")
         .def(
             "logits",
@@ -372,13 +376,12 @@ void register_decoder(nb::module_& m) {
         .def(
             "greedy",
             [](Decoder& self, const Array<int64_t, 1>& tokens, uintptr_t logits_address,
-               const nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& token_ids,
-               const nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>& finite) {
+               const Ids& token_ids, const Flags& finite) {
                 require(token_ids.shape(0) == tokens.shape(0) && finite.shape(0) == tokens.shape(0), "tokens, token_ids, finite: one length");
                 nb::gil_scoped_release released;
                 self.greedy(tokens.data(), static_cast<int64_t>(tokens.shape(0)), reinterpret_cast<float*>(logits_address), token_ids.data(), finite.data());
             },
-            nb::arg("tokens"), nb::arg("logits_address"), nb::arg("token_ids"), nb::arg("finite"),
+            nb::arg("tokens"), nb::arg("logits_address"), nb::arg("token_ids").noconvert(), nb::arg("finite").noconvert(),
             "As logits; then the place of each row's largest, the first among equals, and whether all of the row are finite.")
         .def("reserve", &Decoder::reserve, nb::arg("num_tokens"), "Touch the memory of a step of so many tokens.")
         .def_prop_ro("vocab_size", &Decoder::vocab_size)

@@ -11,5 +11,6 @@ void register_loading(nanobind::module_& m);
 void register_attention(nanobind::module_& m);
 void register_elementwise(nanobind::module_& m);
 void register_decoder(nanobind::module_& m);
+void register_step_queue(nanobind::module_& m);
 
 }  // namespace kvd

@@ -1,0 +1,127 @@
+"""The runner on kvd's own CPU kernels: steps are launched into a queue that runs them one after another outside of the interpreter.
+
+What a greedy row sampled stays in the queue and is the next step's input there, so that a step begins when the one before it ends. Steps in which a
+row asks for more than its largest logit are sampled here: launching such a step waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvd.executor.input_batch import StepRows
+from kvd.executor.kernels.cpu import native
+from kvd.executor.native_kv_pool import NativeKvPool
+from kvd.executor.native_model import NativeModel
+from kvd.executor.runner import ModelRunner
+from kvd.step import ExecutorOutput, SchedulerOutput
+
+_IN_QUEUE = -1
+"""In the place of a token id that only the queue knows yet."""
+_NOTHING = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step that was launched. Any thread may take its result."""
+
+    step: int
+    rows: np.ndarray
+    """int64 ``[R]``."""
+    sampled_rows: list[int]
+    choices: list[int]
+    queue: Any
+    queued: Any
+
+    def done(self) -> bool:
+        return bool(self.queued.done())
+
+    def result(self) -> ExecutorOutput:
+        """Wait for the step; raises what went wrong in it or before it."""
+        self.queue.wait(self.queued)
+        token_ids, failed = self.queued.sampled, self.queued.failed
+        if not failed:
+            return ExecutorOutput(self.step, self.sampled_rows, self.choices, token_ids)
+        failed_rows = tuple(self.rows[failed].tolist())
+        good = [index for index, row in enumerate(self.sampled_rows) if row not in failed_rows]
+        return ExecutorOutput(
+            self.step,
+            [self.sampled_rows[index] for index in good],
+            [self.choices[index] for index in good],
+            [token_ids[index] for index in good],
+            failed_rows=failed_rows,
+        )
+
+
+class NativeRunner(ModelRunner):
+    """A runner of a ``NativeModel``; called from one thread."""
+
+    def __init__(self, model: NativeModel, pool: NativeKvPool, vocab_size: int, *, max_rows: int, max_model_len: int) -> None:
+        super().__init__(model, pool, vocab_size, max_rows=max_rows, max_model_len=max_model_len)
+        self._native = model
+        self._native_pool = pool
+        self._queue = native.module().StepQueue(model.decoder, max_rows)
+
+    def execute(self, step: SchedulerOutput) -> ExecutorOutput:
+        """Launch the step and wait for it."""
+        output = self.launch(step)
+        return output if isinstance(output, ExecutorOutput) else output.result()
+
+    @torch.inference_mode()
+    def launch(self, step: SchedulerOutput) -> ExecutorOutput | PendingStep:
+        """As ``ModelRunner.execute``, but perhaps still under way. The steps' results may be taken in any order."""
+        batch = self._batch
+        rows = batch.apply(step)
+        for started in step.started:
+            self._start(started)
+        reached = np.flatnonzero(rows.samples)
+        sampled_rows = rows.rows[reached]
+        is_plain = self._sampling.are_plain(sampled_rows, batch.num_known[sampled_rows])
+        queued = self._put(step, rows, reached if is_plain else _NOTHING)
+        if is_plain:
+            batch.append(sampled_rows, np.full(len(sampled_rows), _IN_QUEUE))
+            return PendingStep(step.step, rows.rows, sampled_rows.tolist(), self._sampling.choices(sampled_rows), self._queue, queued)
+        self._queue.wait(queued)
+        return self._finish_here(step.step, rows, queued)
+
+    def settle(self) -> None:
+        self._queue.wait_idle()
+
+    def _put(self, step: SchedulerOutput, rows: StepRows, greedy: np.ndarray) -> Any:
+        pool, attention = self._native_pool, rows.attention
+        return self._queue.launch(
+            pool.address,
+            pool.kv_type,
+            pool.num_blocks,
+            pool.row_bytes,
+            np.array([copy.source for copy in step.copies], dtype=np.int64),
+            np.array([copy.target for copy in step.copies], dtype=np.int64),
+            rows.fresh_blocks,
+            rows.rows,
+            np.isin(rows.rows, [started.row for started in step.started]) if step.started else np.zeros(len(rows.rows), dtype=bool),
+            rows.token_ids,
+            attention.positions,
+            attention.starts,
+            attention.num_computed,
+            attention.block_tables,
+            attention.run_start,
+            attention.run_end,
+            attention.run_offsets,
+            attention.run_rows,
+            greedy,
+        )
+
+    def _finish_here(self, step: int, rows: StepRows, queued: Any) -> ExecutorOutput:
+        """Sample with all that the sampler knows; what it finds out is told the queue."""
+        batch = self._batch
+        failed = np.zeros(len(rows.rows), dtype=bool)
+        failed[queued.failed] = True
+        batch.failed[rows.rows] = failed
+        output = self._sample(step, rows, self._native.hidden())
+        if batch.failed[rows.rows].any():
+            self._queue.set_failed(rows.rows, batch.failed[rows.rows])
+            output = replace(output, failed_rows=tuple(rows.rows[batch.failed[rows.rows]].tolist()))
+        return output
