@@ -1,7 +1,8 @@
 """The runner on kvd's own CPU kernels: steps are launched into a queue that runs them one after another outside of the interpreter.
 
-What a greedy row sampled stays in the queue and is the next step's input there, so that a step begins when the one before it ends. Steps in which a
-row asks for more than its largest logit are sampled here: launching such a step waits for it.
+What a row sampled stays in the queue and is the next step's input there, so that a step begins when the one before it ends. That goes for rows that are
+greedy or draw from all of their distribution; steps in which a row wants more (top-k, top-p, min-p, penalties, log-probabilities, bans, further choices)
+are sampled here: launching such a step waits for it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from kvd.executor.kernels.cpu import native
 from kvd.executor.native_kv_pool import NativeKvPool
 from kvd.executor.native_model import NativeModel
 from kvd.executor.runner import ModelRunner
+from kvd.executor.sampling.noise import stream_keys
 from kvd.step import ExecutorOutput, SchedulerOutput
 
 _IN_QUEUE = -1
 """In the place of a token id that only the queue knows yet."""
 _NOTHING = np.zeros(0, dtype=np.int64)
+_NO_TEMPERATURES = np.zeros(0, dtype=np.float32)
+_NO_KEYS = np.zeros(0, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +83,10 @@ class NativeRunner(ModelRunner):
             self._start(started)
         reached = np.flatnonzero(rows.samples)
         sampled_rows = rows.rows[reached]
-        is_plain = self._sampling.are_plain(sampled_rows, batch.num_known[sampled_rows])
-        queued = self._put(step, rows, reached if is_plain else _NOTHING)
-        if is_plain:
+        positions = batch.num_known[sampled_rows]
+        is_untruncated = self._sampling.are_untruncated(sampled_rows, positions)
+        queued = self._put(step, rows, reached if is_untruncated else _NOTHING, positions)
+        if is_untruncated:
             batch.append(sampled_rows, np.full(len(sampled_rows), _IN_QUEUE))
             return PendingStep(step.step, rows.rows, sampled_rows.tolist(), self._sampling.choices(sampled_rows), self._queue, queued)
         self._queue.wait(queued)
@@ -90,8 +95,13 @@ class NativeRunner(ModelRunner):
     def settle(self) -> None:
         self._queue.wait_idle()
 
-    def _put(self, step: SchedulerOutput, rows: StepRows, greedy: np.ndarray) -> Any:
+    def _put(self, step: SchedulerOutput, rows: StepRows, sampling: np.ndarray, positions: np.ndarray) -> Any:
         pool, attention = self._native_pool, rows.attention
+        temperatures, keys = _NO_TEMPERATURES, _NO_KEYS
+        if len(sampling):
+            of_rows, seeds, choices = self._sampling.randomness(rows.rows[sampling])
+            if of_rows.any():
+                temperatures, keys = of_rows, stream_keys(seeds, choices, positions)
         return self._queue.launch(
             pool.address,
             pool.kv_type,
@@ -111,7 +121,9 @@ class NativeRunner(ModelRunner):
             attention.run_end,
             attention.run_offsets,
             attention.run_rows,
-            greedy,
+            sampling,
+            temperatures,
+            keys,
         )
 
     def _finish_here(self, step: int, rows: StepRows, queued: Any) -> ExecutorOutput:

@@ -73,6 +73,7 @@ public:
     void reserve(int64_t num_tokens);
 
     int64_t vocab_size() const { return embedding_->n(); }
+    Pool& pool() const { return *pool_; }
 
     // Seconds that each part took since the last call, in the order of part_names(); counted while it is switched on.
     static const std::vector<std::string>& part_names();

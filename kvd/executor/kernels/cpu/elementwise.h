@@ -25,4 +25,9 @@ void finite_rows(Pool& pool, const float* x, int64_t num_rows, int64_t size, boo
 // places[r]: the first place of the largest of row r's `size` elements, 0 where one of them is not finite (finite[r] says so).
 void largest_of_rows(Pool& pool, const float* x, int64_t num_rows, int64_t size, int64_t* places, bool* finite);
 
+// places[r]: a draw of row r from the softmax of its logits / temperatures[r] by the noise stream keys[r] (kvd.executor.sampling.noise). The places of
+// rows of temperature 0 stay as they are, and those of rows that are not finite, where `finite` says which are (null: all).
+void draw_rows(Pool& pool, const float* logits, int64_t num_rows, int64_t size, const float* temperatures, const uint64_t* keys, const bool* finite,
+               int64_t* places);
+
 }  // namespace kvd

@@ -77,6 +77,14 @@ void largest_of_rows(Pool& pool, const float* x, int64_t num_rows, int64_t size,
     });
 }
 
+void draw_rows(Pool& pool, const float* logits, int64_t num_rows, int64_t size, const float* temperatures, const uint64_t* keys, const bool* finite,
+               int64_t* places) {
+    const ElementwiseTable& table = KVD_CHOOSE(elementwise_table);
+    pool.run(num_rows, [&](int64_t r, int) {
+        if (temperatures[r] > 0 && (finite == nullptr || finite[r])) places[r] = table.drawn(logits + r * size, size, temperatures[r], keys[r]);
+    });
+}
+
 namespace {
 
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -151,10 +159,7 @@ void register_elementwise(nb::module_& m) {
             require(temperatures.shape(0) == logits.shape(0) && keys.shape(0) == logits.shape(0) && places.shape(0) == logits.shape(0),
                     "logits [rows, size], temperatures [rows], keys [rows], places [rows]");
             nb::gil_scoped_release released;
-            const ElementwiseTable& table = KVD_CHOOSE(elementwise_table);
-            pool.run(rows, [&](int64_t r, int) {
-                places.data()[r] = table.drawn(logits.data() + r * size, size, temperatures.data()[r], keys.data()[r]);
-            });
+            draw_rows(pool, logits.data(), rows, size, temperatures.data(), keys.data(), nullptr, places.data());
         },
         nb::arg("pool"), nb::arg("logits"), nb::arg("temperatures"), nb::arg("keys"), nb::arg("places"),
         "A draw of each row from the softmax of logits / temperature, by the noise streams `keys` (kvd.executor.sampling.noise).");

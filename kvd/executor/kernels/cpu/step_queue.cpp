@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "elementwise.h"
 #include "module.h"
 
 namespace kvd {
@@ -58,9 +59,9 @@ void StepQueue::launch(std::shared_ptr<QueuedStep> step) {
     check_ids(step->copy_sources, step->num_blocks, "block");
     check_ids(step->copy_targets, step->num_blocks, "block");
     check_ids(step->cleared, step->num_blocks, "block");
-    check_ids(step->greedy, static_cast<int64_t>(step->rows.size()), "row of the step");
+    check_ids(step->sampling, static_cast<int64_t>(step->rows.size()), "row of the step");
     step->failed = std::make_unique<bool[]>(step->rows.size());
-    step->sampled.assign(step->greedy.size(), 0);
+    step->sampled.assign(step->sampling.size(), 0);
     {
         const std::lock_guard lock(mutex_);
         if (steps_.size() >= MAX_STEPS) throw std::length_error("too many steps are under way");
@@ -131,9 +132,9 @@ void StepQueue::run(QueuedStep& step) {
             if (step.token_ids[static_cast<size_t>(t)] == QueuedStep::ON_DEVICE) step.token_ids[static_cast<size_t>(t)] = sampled_[row];
         }
     }
-    const auto num_greedy = static_cast<int64_t>(step.greedy.size());
-    if (finite_size_ < num_tokens + num_greedy) {
-        finite_size_ = num_tokens + num_greedy;
+    const auto num_sampling = static_cast<int64_t>(step.sampling.size());
+    if (finite_size_ < num_tokens + num_sampling) {
+        finite_size_ = num_tokens + num_sampling;
         finite_ = std::make_unique<bool[]>(static_cast<size_t>(finite_size_));
     }
     const StepInput input{{num_rows, num_tokens, step.starts.data(), step.num_computed.data(), step.block_tables.data(), step.table_stride,
@@ -149,15 +150,18 @@ void StepQueue::run(QueuedStep& step) {
         const bool* finite = finite_.get();
         failed |= !std::all_of(finite + step.starts[static_cast<size_t>(r)], finite + step.starts[static_cast<size_t>(r) + 1], [](bool each) { return each; });
     }
-    if (num_greedy > 0) {
-        const auto needed = static_cast<size_t>(num_greedy * decoder_->vocab_size());
+    if (num_sampling > 0) {
+        const auto needed = static_cast<size_t>(num_sampling * decoder_->vocab_size());
         if (logits_.size() < needed) logits_.resize(needed);
         std::vector<int64_t> tokens;
-        for (const int64_t r : step.greedy) tokens.push_back(step.starts[static_cast<size_t>(r) + 1] - 1);
+        for (const int64_t r : step.sampling) tokens.push_back(step.starts[static_cast<size_t>(r) + 1] - 1);
         bool* finite = finite_.get() + num_tokens;
-        decoder_->greedy(tokens.data(), num_greedy, logits_.data(), step.sampled.data(), finite);
-        for (int64_t i = 0; i < num_greedy; ++i) {
-            const auto row = static_cast<size_t>(step.rows[static_cast<size_t>(step.greedy[static_cast<size_t>(i)])]);
+        decoder_->greedy(tokens.data(), num_sampling, logits_.data(), step.sampled.data(), finite);
+        if (!step.keys.empty()) {
+            draw_rows(decoder_->pool(), logits_.data(), num_sampling, decoder_->vocab_size(), step.temperatures.data(), step.keys.data(), finite, step.sampled.data());
+        }
+        for (int64_t i = 0; i < num_sampling; ++i) {
+            const auto row = static_cast<size_t>(step.rows[static_cast<size_t>(step.sampling[static_cast<size_t>(i)])]);
             failed_[row] |= !finite[i];
             if (failed_[row]) step.sampled[static_cast<size_t>(i)] = 0;  // any token that exists
             sampled_[row] = step.sampled[static_cast<size_t>(i)];
@@ -195,7 +199,7 @@ void register_step_queue(nb::module_& m) {
     nb::class_<QueuedStep>(m, "QueuedStep", "A step that was launched.")
         .def("done", [](const QueuedStep& self) { return self.done.load(std::memory_order_acquire); }, "Whether it has ended.")
         .def_prop_ro("times_s", [](const QueuedStep& self) { return std::make_pair(self.began_s, self.ended_s); }, "When it began and ended, on the monotonic clock.")
-        .def_prop_ro("sampled", [](const QueuedStep& self) { return list_of(self.sampled); }, "Token ids of the greedy rows, once it has ended.")
+        .def_prop_ro("sampled", [](const QueuedStep& self) { return list_of(self.sampled); }, "Token ids of the sampling rows, once it has ended.")
         .def_prop_ro(
             "failed",
             [](const QueuedStep& self) {
@@ -212,7 +216,8 @@ void register_step_queue(nb::module_& m) {
             [](StepQueue& self, uintptr_t kv_address, const std::string& kv_type, int64_t num_blocks, int64_t row_bytes, const Ints& copy_sources,
                const Ints& copy_targets, const Ints& cleared, const Ints& rows, const Array<bool, 1>& begins, const Ints& token_ids, const Ints& positions,
                const Ints& starts, const Ints& num_computed, const Array<int32_t, 2>& block_tables, const Ints& run_start, const Ints& run_end,
-               const Ints& run_offsets, const Ints& run_rows, const Ints& greedy) {
+               const Ints& run_offsets, const Ints& run_rows, const Ints& sampling,
+               const Array<float, 1>& temperatures, const Array<uint64_t, 1>& keys) {
                 const size_t num_rows = rows.shape(0), num_tokens = token_ids.shape(0), num_runs = run_start.shape(0);
                 require(copy_sources.shape(0) == copy_targets.shape(0), "copies");
                 require(begins.shape(0) == num_rows && starts.shape(0) == num_rows + 1 && num_computed.shape(0) == num_rows && block_tables.shape(0) == num_rows, "rows");
@@ -221,6 +226,7 @@ void register_step_queue(nb::module_& m) {
                 require(run_end.shape(0) == num_runs && run_offsets.shape(0) == num_runs + 1 && run_offsets.data()[0] == 0 &&
                             run_offsets.data()[num_runs] == static_cast<int64_t>(run_rows.shape(0)),
                         "runs");
+                require(temperatures.shape(0) == keys.shape(0) && (keys.shape(0) == 0 || keys.shape(0) == sampling.shape(0)), "draws");
                 auto step = std::make_shared<QueuedStep>();
                 step->kv_rows = reinterpret_cast<uint8_t*>(kv_address);
                 step->kv_type = kv_type_of(kv_type);
@@ -241,14 +247,17 @@ void register_step_queue(nb::module_& m) {
                 step->run_end = values_of(run_end);
                 step->run_offsets = values_of(run_offsets);
                 step->run_rows = values_of(run_rows);
-                step->greedy = values_of(greedy);
+                step->sampling = values_of(sampling);
+                step->temperatures = values_of(temperatures);
+                step->keys = values_of(keys);
                 self.launch(step);
                 return step;
             },
             nb::arg("kv_address"), nb::arg("kv_type"), nb::arg("num_blocks"), nb::arg("row_bytes"), nb::arg("copy_sources"), nb::arg("copy_targets"),
             nb::arg("cleared"), nb::arg("rows"), nb::arg("begins"), nb::arg("token_ids"), nb::arg("positions"), nb::arg("starts"), nb::arg("num_computed"),
-            nb::arg("block_tables"), nb::arg("run_start"), nb::arg("run_end"), nb::arg("run_offsets"), nb::arg("run_rows"), nb::arg("greedy"),
-            "Queue a step: copy and clear blocks, run it, and take the largest logit for the rows `greedy`. Returns at once; the arrays are copied.")
+            nb::arg("block_tables"), nb::arg("run_start"), nb::arg("run_end"), nb::arg("run_offsets"), nb::arg("run_rows"), nb::arg("sampling"),
+            nb::arg("temperatures"), nb::arg("keys"),
+            "Queue a step: copy and clear blocks, run it, and take a token for the rows with indices `sampling`: by the largest logit, or a draw. Returns at once; the arrays are copied.")
         .def("wait", &StepQueue::wait, nb::arg("step"), nb::call_guard<nb::gil_scoped_release>(),
              "Sleep until the step has ended. Raises what went wrong in it or in an earlier one; IndexError for a token, position or block out of range.")
         .def("wait_idle", &StepQueue::wait_idle, nb::call_guard<nb::gil_scoped_release>(), "Sleep until every launched step has ended.")

@@ -32,12 +32,15 @@ struct QueuedStep {
     std::vector<int32_t> block_tables;  // [num_rows, table_stride]
     int64_t table_stride;
     std::vector<int64_t> run_start, run_end, run_offsets, run_rows;
-    std::vector<int64_t> greedy;        // indices of the rows that take the largest logit of their last token; empty: the caller samples
+    std::vector<int64_t> sampling;      // indices of the rows that take a token after their last one; empty: the caller samples
+    // [sampling], or empty: all take the largest logit. Those of a temperature above 0 draw from all of their distribution by a noise stream.
+    std::vector<float> temperatures;
+    std::vector<uint64_t> keys;
 
     static constexpr int64_t ON_DEVICE = -1;
 
     std::unique_ptr<bool[]> failed;       // [num_rows] the row has had a hidden state or a logit that is not finite since it began
-    std::vector<int64_t> sampled;         // [greedy]; 0 where the row has failed
+    std::vector<int64_t> sampled;         // [sampling]; 0 where the row has failed
     double began_s = 0, ended_s = 0;      // of the monotonic clock
     std::exception_ptr error;
     std::atomic<bool> done{false};
