@@ -5,7 +5,9 @@ A stream's piece is put together from bytes that were made once for the request:
 
 from __future__ import annotations
 
+import codecs
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,6 +115,20 @@ class ChatForm:
         return {"token": chat_text(data), "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(data)}
 
 
+class _Offsets:
+    """Where tokens begin in a text, in characters: one that several tokens share counts with the last of them."""
+
+    def __init__(self) -> None:
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._num_chars = 0
+
+    def pass_by(self, token: bytes) -> int:
+        """Where the text's next token begins."""
+        offset = self._num_chars
+        self._num_chars += len(self._decode(token))
+        return offset
+
+
 class CompletionForm:
     """``/v1/completions``."""
 
@@ -124,7 +140,8 @@ class CompletionForm:
         self._texts = texts
         self._logprobs = logprobs
         self._num_choices = num_choices
-        self._offsets: dict[int, int] = {}
+        self._offsets: defaultdict[int, _Offsets] = defaultdict(_Offsets)
+        """By choice."""
 
     def whole(self, head: Head, completions: Sequence[Completion]) -> bytes:
         """The answer to a request that is no stream."""
@@ -150,18 +167,13 @@ class CompletionForm:
         return b',"text":' + _encode(text) + b',"logprobs":' + entries + b',"finish_reason":' + _reason(finish_reason) + b"}]"
 
     def _entries(self, choice: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        tokens = [completion_text(self._texts.bytes_of(each.token_id)) for each in logprobs]
-        offset = self._offsets.get(choice, 0)
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        self._offsets[choice] = offset
+        data = [self._texts.bytes_of(each.token_id) for each in logprobs]
+        tokens = [completion_text(each) for each in data]
         return {
             "tokens": tokens,
             "token_logprobs": [max(each.logprob, _LEAST_LOGPROB) for each in logprobs],
             "top_logprobs": [self._top(each, token) for each, token in zip(logprobs, tokens, strict=True)],
-            "text_offset": offsets,
+            "text_offset": [self._offsets[choice].pass_by(each) for each in data],
         }
 
     def _top(self, each: TokenLogprob, token: str) -> dict[str, float]:

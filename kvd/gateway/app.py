@@ -20,6 +20,7 @@ from kvd_client.aio import AsyncClient, AsyncStream
 from kvd_client.errors import KvdError
 from kvd_client.protocol.messages import HelloReply
 from kvd_client.requests import GenerateOptions
+from kvd_client.results import Choice, Chunk
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -42,10 +43,16 @@ from kvd.gateway.fields import (
 from kvd.gateway.token_texts import TokenTexts
 
 READY = "ready"
+ABORT = "abort"
+"""Where a request's state has the function that ends its connection at once."""
 _JSON = "application/json"
 _BODY_TIMEOUT_S = 30.0
 _HEALTH_TIMEOUT_S = 2.0
 _RETRY_S = 1.0
+_MAX_FULL_BODIES = 8
+"""Bodies of the largest size that all requests together may hold; decoded, one may take many times its bytes."""
+_LATE_S = 3.0
+"""How long after the time for the whole answer the client may still be taking its end: by then the daemon has failed it."""
 _OK = msgspec.json.encode({"status": "ok"})
 
 
@@ -55,6 +62,15 @@ class Limits:
 
     max_requests: int
     max_body_bytes: int
+    request_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A model, as the daemon says that it serves it, and the texts of its tokens."""
+
+    hello: HelloReply
+    texts: TokenTexts
 
 
 class Gateway:
@@ -72,9 +88,9 @@ class Gateway:
         self._served_names = tuple(served_names)
         self._api_keys = tuple(key.encode() for key in api_keys)
         self._limits = limits
-        self._texts = TokenTexts(client)
-        self._hello: HelloReply | None = None
+        self._served: _Served | None = None
         self._num_requests = 0
+        self._num_body_bytes = 0
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -97,21 +113,20 @@ class Gateway:
         except KvdError as error:
             raise api_error(error) from error
         if ping.state != READY:
-            raise ApiError(503, f"the daemon is {ping.state}", kind="server_error", code=ping.state, retry_after_s=_RETRY_S)
+            raise _unavailable(f"the daemon is {ping.state}", ping.state)
         return Response(_OK, media_type=_JSON)
 
     async def _models(self, request: Request) -> Response:
         self._authenticate(request.scope)
-        hello = await self._greeting(fresh=True)
+        hello = (await self._greeting(fresh=True)).hello
         models = [self._model_facts(name, hello) for name in self._names(hello)]
         return Response(msgspec.json.encode({"object": "list", "data": models}), media_type=_JSON)
 
     async def _model(self, request: Request) -> Response:
         self._authenticate(request.scope)
         name = request.path_params["name"]
-        await self._require_model(name)
-        assert self._hello is not None
-        return Response(msgspec.json.encode(self._model_facts(name, self._hello)), media_type=_JSON)
+        _, served = await self._require_model(name)
+        return Response(msgspec.json.encode(self._model_facts(name, served.hello)), media_type=_JSON)
 
     def _model_facts(self, name: str, hello: HelloReply) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": 0, "owned_by": "kvd", "max_model_len": hello.limits.max_model_len}
@@ -119,33 +134,39 @@ class Gateway:
     def _names(self, hello: HelloReply) -> tuple[str, ...]:
         return self._served_names or (hello.model,)
 
-    async def _greeting(self, *, fresh: bool) -> HelloReply:
-        """The daemon's facts. They change only with a restart, which another name of a model or a failure makes this ask again.
+    async def _greeting(self, *, fresh: bool = False) -> _Served:
+        """What the daemon serves. Only a restart changes it, and the client is greeted anew by the restarted daemon.
 
         Raises:
             ApiError: no daemon answers, or it does not know its model yet.
         """
-        if self._hello is None or fresh:
+        if self._served is None or fresh or not self._is_running(self._served):
             try:
                 hello = await self._client.hello(timeout_s=_HEALTH_TIMEOUT_S)
             except KvdError as error:
                 raise api_error(error) from error
             if not hello.model:
-                raise ApiError(503, f"the daemon is {hello.state}", kind="server_error", code=hello.state, retry_after_s=_RETRY_S)
-            if self._hello is not None and hello.fingerprint != self._hello.fingerprint:
-                self._texts.forget()
-            self._hello = hello
-        return self._hello
+                raise _unavailable(f"the daemon is {hello.state}", hello.state)
+            known = self._served
+            # Another model's texts are others; requests that still run keep those that they began with.
+            texts = known.texts if known is not None and known.hello.fingerprint == hello.fingerprint else TokenTexts(self._client)
+            self._served = _Served(hello, texts)
+        return self._served
 
-    async def _require_model(self, name: str | None) -> tuple[str, HelloReply]:
+    def _is_running(self, served: _Served) -> bool:
+        """Whether no other daemon has greeted since."""
+        server = self._client.server
+        return server is not None and server.instance == served.hello.instance
+
+    async def _require_model(self, name: str | None) -> tuple[str, _Served]:
         """The model's name as the answer gives it."""
-        hello = await self._greeting(fresh=False)
+        served = await self._greeting()
         if name is None:
-            return self._names(hello)[0], hello
-        if name not in self._names(hello) and name not in self._names(hello := await self._greeting(fresh=True)):
-            known = ", ".join(self._names(hello))
+            return self._names(served.hello)[0], served
+        if name not in self._names(served.hello) and name not in self._names((served := await self._greeting(fresh=True)).hello):
+            known = ", ".join(self._names(served.hello))
             raise ApiError(404, f"the model {name!r:.80} does not exist; served: {known}", code="model_not_found", param="model")
-        return name, hello
+        return name, served
 
     # ---------------------------------------------------------------------------------------------------- generation
 
@@ -157,60 +178,83 @@ class Gateway:
         """
         self._authenticate(scope)
         if self._num_requests >= self._limits.max_requests:
-            message = f"{self._num_requests} requests run, the most that this gateway takes"
-            raise ApiError(429, message, kind="rate_limit_error", code="overloaded", retry_after_s=_RETRY_S)
+            raise _overloaded(f"{self._num_requests} requests run, the most that this gateway takes")
         self._num_requests += 1
+        num_bytes = 0
+
+        def hold(more: int) -> None:
+            nonlocal num_bytes
+            num_bytes += more
+            self._num_body_bytes += more
+            if self._num_body_bytes > self._limits.max_body_bytes * _MAX_FULL_BODIES:
+                raise _overloaded(f"all requests together hold {self._num_body_bytes} bytes, more than this gateway takes")
+
         try:
-            body = await self._body(scope, receive)
+            body = await self._body(scope, receive, hold)
             if body is None:
                 return
             job = asyncio.ensure_future(take(body, send))
             watch = asyncio.ensure_future(_disconnected(receive))
             watch.add_done_callback(lambda _: job.cancel())
+            # A client that has stopped reading holds up `send`, where no deadline of the daemon's is seen.
+            too_late = asyncio.get_running_loop().call_later(self._limits.request_timeout_s + _LATE_S, scope["state"][ABORT])
             try:
                 await job
             except asyncio.CancelledError:
                 if not watch.done() or watch.cancelled():  # not the client's end: the server stops
                     raise
             finally:
+                too_late.cancel()
                 watch.cancel()
         except KvdError as error:
-            if error.code in {"connection_lost", "interrupted", "starting"}:
-                self._hello = None
             raise api_error(error) from error
         finally:
             self._num_requests -= 1
+            self._num_body_bytes -= num_bytes
 
     async def _chat(self, body: bytes, send: Send) -> None:
         fields = read_fields(body, ChatFields)
         options, messages = chat_options(fields), chat_messages(fields)
-        form = ChatForm(self._texts, logprobs=bool(fields.logprobs))
-
-        await self._generate(fields, form, [partial(self._client.chat, messages, **options)], options, send)
+        make_form = partial(ChatForm, logprobs=bool(fields.logprobs))
+        await self._generate(fields, make_form, [partial(self._client.chat, messages, **options)], options, send)
 
     async def _complete(self, body: bytes, send: Send) -> None:
         fields = read_fields(body, CompletionFields)
         options, prompts = completion_options(fields), completion_prompts(fields)
-        form = CompletionForm(self._texts, logprobs=fields.logprobs is not None, num_choices=fields.num_choices)
-
+        make_form = partial(CompletionForm, logprobs=fields.logprobs is not None, num_choices=fields.num_choices)
         asks = [partial(self._client.generate, prompt, **options) for prompt in prompts]
-        await self._generate(fields, form, asks, options, send)
+        await self._generate(fields, make_form, asks, options, send)
 
-    async def _generate(self, fields: Fields, form: Form, asks: Sequence[_Ask], options: GenerateOptions, send: Send) -> None:
-        name, hello = await self._require_model(fields.model)
-        head = Head(id=form.id_prefix + uuid.uuid4().hex, model=name, fingerprint=f"fp_{hello.fingerprint[:12]}")
-        wants_logprobs = "logprobs" in options
+    async def _generate(
+        self, fields: Fields, make_form: Callable[[TokenTexts], Form], asks: Sequence[_Ask], options: GenerateOptions, send: Send
+    ) -> None:
+        name, served = await self._require_model(fields.model)
+        form = make_form(served.texts)
+        head = Head(id=form.id_prefix + uuid.uuid4().hex, model=name, fingerprint=f"fp_{served.hello.fingerprint[:12]}")
+        check = partial(self._check, served, "logprobs" in options)
         if fields.is_stream:
             streams: list[AsyncStream] = [await ask(stream=True) for ask in asks]
             pieces = Pieces(form, head, with_usage=fields.wants_stream_usage)
-            answer = _Streaming(streams, pieces, fields.num_choices, self._texts if wants_logprobs else None, send)
-            await answer.run()
+            await Streaming(streams, pieces, fields.num_choices, check, send).run()
             return
         completions = await _all([ask(stream=False) for ask in asks])
-        _refuse_aborted([choice.finish_reason for completion in completions for choice in completion.choices])
-        if wants_logprobs:
-            await self._texts.learn(each for completion in completions for choice in completion.choices for each in choice.logprobs)
+        await check([choice for completion in completions for choice in completion.choices])
         await _send_whole(send, 200, form.whole(head, completions))
+
+    async def _check(self, served: _Served, wants_logprobs: bool, parts: Sequence[Chunk | Choice]) -> None:
+        """What must hold before parts of an answer are written. The texts of their tokens are known afterwards.
+
+        Raises:
+            ApiError: the daemon cut them short, or they may be another model's: a restarted daemon is asked anew for what the one before it
+                had not begun to answer.
+        """
+        if any(part.finish_reason == "aborted" for part in parts):
+            # The API has no word for it: it is a failure that may be tried again.
+            raise _unavailable("the answer was cut short: the daemon shuts down", "draining")
+        if wants_logprobs:
+            await served.texts.learn(each for part in parts for each in part.logprobs)
+        if not self._is_running(served) and (await self._greeting()).hello.fingerprint != served.hello.fingerprint:
+            raise _unavailable("the daemon was restarted with another model", "interrupted")
 
     # ------------------------------------------------------------------------------------------------------ the edge
 
@@ -223,8 +267,8 @@ class Gateway:
         if scheme.lower() != b"bearer" or not any(matches):
             raise ApiError(401, "no valid API key; send it as Authorization: Bearer KEY", code="invalid_api_key")
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; None if the client went away before its end."""
+    async def _body(self, scope: Scope, receive: Receive, hold: Callable[[int], None]) -> bytes | None:
+        """The whole body, each part told to ``hold`` as it comes; None if the client went away before its end."""
         headers = dict(scope["headers"])
         media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if media_type != _JSON.encode():  # a browser sends this type to a foreign page's server only after asking it
@@ -241,8 +285,10 @@ class Gateway:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    parts.append(message.get("body", b""))
-                    num_bytes += len(parts[-1])
+                    part = message.get("body", b"")
+                    parts.append(part)
+                    num_bytes += len(part)
+                    hold(len(part))
                     if num_bytes > self._limits.max_body_bytes:
                         raise too_large
                     if not message.get("more_body", False):
@@ -254,6 +300,7 @@ class Gateway:
 _Take = Callable[[bytes, Send], Awaitable[None]]
 _Ask = Callable[..., Awaitable[Any]]
 """Begins a generation: ``stream`` says whether its result is a whole answer or a stream."""
+_Check = Callable[[Sequence[Chunk | Choice]], Awaitable[None]]
 
 
 class _Endpoint:
@@ -267,16 +314,17 @@ class _Endpoint:
         await self._gateway.answer(self._take, scope, receive, send)
 
 
-class _Streaming:
+class Streaming:
     """Server-sent events. The status waits for the first token, so that a refusal has a status of its own."""
 
-    def __init__(self, streams: Sequence[AsyncStream], pieces: Pieces, num_choices: int, texts: TokenTexts | None, send: Send) -> None:
-        """``texts``: where log probabilities were asked for."""
+    def __init__(self, streams: Sequence[AsyncStream], pieces: Pieces, num_choices: int, check: _Check, send: Send) -> None:
+        """One stream for each prompt; ``check`` is asked before anything of one is sent."""
         self._streams = streams
         self._pieces = pieces
         self._num_choices = num_choices
-        self._texts = texts
+        self._check = check
         self._send = send
+        self._beginning = asyncio.Lock()
         self._has_begun = False
 
     async def run(self) -> None:
@@ -305,19 +353,19 @@ class _Streaming:
     async def _forward(self, number: int) -> None:
         stream, first_choice = self._streams[number], number * self._num_choices
         while chunks := await stream.batch():
-            _refuse_aborted([chunk.finish_reason for chunk in chunks])
-            if self._texts is not None:
-                await self._texts.learn(each for chunk in chunks for each in chunk.logprobs)
+            await self._check(chunks)
             if body := self._pieces.of(chunks, first_choice):
                 if not self._has_begun:
                     await self._begin()
                 await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _begin(self) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        """The status and headers, which other prompts' pieces wait for: a client that does not read yet holds up the first of them."""
+        async with self._beginning:
+            if not self._has_begun:
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+                self._has_begun = True
 
 
 async def _all(asked: Sequence[Awaitable[Any]]) -> list[Any]:
@@ -332,12 +380,6 @@ async def _all(asked: Sequence[Awaitable[Any]]) -> list[Any]:
             task.cancel()
 
 
-def _refuse_aborted(finish_reasons: Sequence[str | None]) -> None:
-    """The API has no word for an answer that the daemon's shutdown cut short: it is a failure that may be tried again."""
-    if "aborted" in finish_reasons:
-        raise ApiError(503, "the answer was cut short: the daemon shuts down", kind="server_error", code="draining", retry_after_s=_RETRY_S)
-
-
 async def _disconnected(receive: Receive) -> None:
     with contextlib.suppress(OSError):
         while (await receive())["type"] != "http.disconnect":
@@ -347,7 +389,16 @@ async def _disconnected(receive: Receive) -> None:
 async def _send_whole(send: Send, status: int, body: bytes) -> None:
     headers = [(b"content-type", _JSON.encode()), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})  # when the client has taken most of it
+
+
+def _overloaded(message: str) -> ApiError:
+    return ApiError(429, message, kind="rate_limit_error", code="overloaded", retry_after_s=_RETRY_S)
+
+
+def _unavailable(message: str, code: str) -> ApiError:
+    return ApiError(503, message, kind="server_error", code=code, retry_after_s=_RETRY_S)
 
 
 def _error_response(error: ApiError) -> Response:

@@ -74,7 +74,7 @@ class ApiError(Exception):
 def api_error(error: KvdError) -> ApiError:
     """The daemon's or the client's failure in the API's form. The daemon's messages begin with the field that is wrong."""
     status, kind, code = _OF_CODE.get(error.code, (500, _SERVER, error.code))
-    message = str(error.args[0])
+    message = "the gateway shuts down" if error.code == "closed" else str(error.args[0])
     field = _FIELD.match(message) if error.code == "bad_request" else None
     retry_after_s = (error.retry_after_s or _DEFAULT_RETRY_S) if status in {429, 503} else 0.0
     return ApiError(status, message, kind=kind, code=code, param=field[1] if field else None, retry_after_s=retry_after_s)

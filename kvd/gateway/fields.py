@@ -22,6 +22,7 @@ _SEED_MASK = (1 << 64) - 1
 _NO_TOOLS = "this server does not call tools"
 _NO_GRAMMAR = "this server does not constrain the answer's form"
 _NOT_HERE = "this server does not compute it"
+_OWN_TEMPLATE = "the conversation goes through the model's own template"
 
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
@@ -45,8 +46,26 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "suffix": ((None, ""), "the model continues texts, it does not fill gaps"),
         "prompt_logprobs": ((None,), _NOT_HERE),
         "use_beam_search": ((None, False), _NOT_HERE),
+        "length_penalty": ((None, 1), _NOT_HERE),
+        "logits_processors": ((None, []), _NOT_HERE),
+        "allowed_token_ids": ((None, []), _NO_GRAMMAR),
+        "bad_words": ((None, []), _NO_GRAMMAR),
+        "include_stop_str_in_output": ((None, False), "an answer ends before the stop string"),
+        "skip_special_tokens": ((None, True), "special tokens have no text"),
+        "truncate_prompt_tokens": ((None,), "a prompt that does not fit is refused"),
+        "chat_template": ((None,), _OWN_TEMPLATE),
+        "documents": ((None, []), _OWN_TEMPLATE),
         "continue_final_message": ((None, False), "an answer is always a new turn"),
         "add_generation_prompt": ((None, True), "an answer is always a new turn"),
+        "n_predict": ((None,), "its name here is max_tokens"),
+        "repeat_penalty": ((None, 1), "its name here is repetition_penalty"),
+        "typical_p": ((None, 1), _NOT_HERE),
+        "top_n_sigma": ((None, -1), _NOT_HERE),
+        "mirostat": ((None, 0), _NOT_HERE),
+        "dynatemp_range": ((None, 0), _NOT_HERE),
+        "xtc_probability": ((None, 0), _NOT_HERE),
+        "dry_multiplier": ((None, 0), _NOT_HERE),
+        "samplers": ((None,), _NOT_HERE),
     }
 )
 """By field: the values that ask for nothing, and why others are refused. OpenAI's fields, then extensions of vLLM and llama.cpp."""

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import uvicorn
 from kvd_client.aio import AsyncClient
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from kvd.gateway.app import Gateway, Limits
+from kvd.gateway.app import ABORT, Gateway, Limits
 from kvd.observe.logging import get_logger
 from kvd.observe.notify import Notifier
 
 _CONNECT_TIMEOUT_S = 5.0
 _KEEP_ALIVE_S = 30
-"""An idle connection is closed after so long."""
-_IDLE_CONNECTIONS_PER_REQUEST = 4
+"""A connection on which no request comes is closed after so long."""
+_LAST_WORDS_S = 2.0
+"""How long after the drain timeout requests have to say that they were cut short."""
 _BACKLOG = 1024
 _EXIT_OK = 0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -82,11 +84,12 @@ async def _serve(config: GatewayConfig, listener: socket.socket) -> int:
         client_key_file=config.client_key_file,
     )
     async with client:
-        limits = Limits(max_requests=config.max_requests, max_body_bytes=config.max_body_bytes)
+        limits = Limits(max_requests=config.max_requests, max_body_bytes=config.max_body_bytes, request_timeout_s=config.request_timeout_s)
         gateway = Gateway(client, served_names=config.served_names, api_keys=config.api_keys, limits=limits)
         server = _Server(
             uvicorn.Config(
                 gateway.app(),
+                http=Connection,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -94,9 +97,10 @@ async def _serve(config: GatewayConfig, listener: socket.socket) -> int:
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=config.drain_timeout_s,  # type: ignore[arg-type]  # any number of seconds
-                limit_concurrency=config.max_requests * _IDLE_CONNECTIONS_PER_REQUEST,
-            )
+                timeout_graceful_shutdown=config.drain_timeout_s + _LAST_WORDS_S,  # type: ignore[arg-type]  # any number of seconds
+            ),
+            client,
+            config.drain_timeout_s,
         )
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its starts and ends are told by our own records
         host, port = listener.getsockname()[:2]
@@ -107,11 +111,49 @@ async def _serve(config: GatewayConfig, listener: socket.socket) -> int:
         return server.exit_code
 
 
+class Connection(HttpToolsProtocol):
+    """Uvicorn's, but that it ends if no request has come for ``timeout_keep_alive`` seconds: the first one too, and a part of one is none."""
+
+    _waiting: asyncio.TimerHandle
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Give requests the way to end it, which they have to when the client has stopped reading."""
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, ABORT: transport.abort}
+        self._wait()
+
+    def on_headers_complete(self) -> None:
+        """A request."""
+        self._waiting.cancel()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        """Its end, or that of the first of several that came one upon the other."""
+        super().on_response_complete()
+        if self.cycle.response_complete:
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The end."""
+        self._waiting.cancel()
+        super().connection_lost(exc)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Not ``close``, which would wait for a client that does not read the last answer."""
+        self.transport.abort()
+
+    def _wait(self) -> None:
+        self._waiting = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+
 class _Server(uvicorn.Server):
     """Uvicorn with the signals of every kvd command: the first lets requests finish, a second ends at once with 128 + its number."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, client: AsyncClient, drain_timeout_s: float) -> None:
         super().__init__(config)
+        self._client = client
+        self._drain_timeout_s = drain_timeout_s
+        self._closing: asyncio.Future[None] | None = None
         self.exit_code = _EXIT_OK
         self._notifier = Notifier.from_environment()
 
@@ -140,3 +182,8 @@ class _Server(uvicorn.Server):
         else:
             self.should_exit = True
             self._notifier.stopping()
+            asyncio.get_running_loop().call_later(self._drain_timeout_s, self._end_requests)
+
+    def _end_requests(self) -> None:
+        """What still runs ends as calls of a closed client do, in the API's form; uvicorn's own way is a bare 500."""
+        self._closing = asyncio.ensure_future(self._client.aclose())

@@ -20,10 +20,6 @@ class TokenTexts:
         self._client = client
         self._bytes: dict[int, bytes] = {}
 
-    def forget(self) -> None:
-        """Another model is served."""
-        self._bytes.clear()
-
     def bytes_of(self, token_id: int) -> bytes:
         """Of an id that was learned."""
         return self._bytes[token_id]

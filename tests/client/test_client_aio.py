@@ -267,6 +267,17 @@ def test_async_restart(endpoint: str) -> None:
     run(endpoint, test)
 
 
+def test_async_the_greeting_of_a_restarted_daemon_needs_no_call(endpoint: str) -> None:
+    async def test(client: AsyncClient) -> None:
+        with ScriptedDaemon(endpoint, mute) as daemon:
+            await client.wait_ready()
+            assert client.server.instance == daemon.instance
+        with ScriptedDaemon(endpoint, mute) as daemon:
+            await in_thread(wait_until, lambda: client.server.instance == daemon.instance)
+
+    run(endpoint, test)
+
+
 def test_async_errors_and_timeouts(endpoint: str) -> None:
     def refuse(_: ScriptedDaemon, message: Any, bodies: list[bytes]) -> Iterable[Answer]:
         if isinstance(message, Generate):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -173,6 +174,15 @@ def test_any_cut_and_any_redelivery_of_a_stream_gives_the_same_completion(parts:
     assert deliveries[-1].token_ids == tuple(token for part in parts for token in part)
     assert deliveries[-1].text == text + "€"
     assert "".join(chunk.text for chunk in deliveries[:-1]) == text + "€"
+
+
+def test_a_number_of_choices_that_no_daemon_allows_costs_nothing() -> None:
+    tracemalloc.start()
+    try:
+        Answer(1_000_000, stream=False).forget()
+        assert tracemalloc.get_traced_memory()[1] < 10_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_an_answer_that_contradicts_the_request_is_an_internal_error_and_aborted() -> None:

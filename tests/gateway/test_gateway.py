@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -167,6 +169,7 @@ def test_the_models(client: openai.OpenAI, gateway: GatewayProcess):
         ({"top_p": 0}, 400, "top_p", "bad_request"),
         ({"max_tokens": 0}, 400, "max_tokens", "bad_request"),
         ({"n": 1000}, 400, "n", "bad_request"),
+        ({"n": 2**31}, 400, "n", "bad_request"),
         ({"logprobs": 21}, 400, "logprobs", "bad_request"),
         ({"stop": [""]}, 400, "stop", "bad_request"),
         ({"prompt": ""}, 400, None, "bad_request"),
@@ -278,7 +281,40 @@ def test_without_a_daemon_and_through_its_restart(tmp_path):
             assert gateway.get("/health").status == 503
         with DaemonProcess(tmp_path):
             gateway.wait_ready()
-            assert client.completions.create(model=model, prompt="abc", max_tokens=4, temperature=0).choices[0].text == wanted
+            answer = client.completions.create(model=model, prompt="abc", max_tokens=4, temperature=0)
+            assert answer.choices[0].text == wanted
+        with DaemonProcess(tmp_path, "--block-size-tokens", "32"):
+            gateway.wait_ready()
+            other = client.completions.create(model=model, prompt="abc", max_tokens=4, temperature=0)
+            assert other.system_fingerprint != answer.system_fingerprint
+
+
+def test_idle_connections_are_in_nobodys_way(daemon: DaemonProcess, tmp_path):
+    with GatewayProcess(tmp_path, daemon.endpoint, "--max-requests", "1") as gateway, contextlib.ExitStack() as open_ones:
+        gateway.wait_ready()
+        for _ in range(8):
+            open_ones.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
+        assert gateway.get("/health").status == 200
+        assert gateway.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status == 200
+
+
+def test_what_outlasts_the_drain_is_told_so(daemon: DaemonProcess, tmp_path):
+    with GatewayProcess(tmp_path, daemon.endpoint, "--drain-timeout", "0.3") as gateway, ThreadPoolExecutor() as pool:
+        gateway.wait_ready()
+        client = gateway.openai()
+        model = next(iter(client.models.list())).id
+        whole = pool.submit(gateway.post, "/v1/completions", LONG)
+        stream = client.completions.create(model=model, prompt="x", max_tokens=60000, stream=True, extra_body={"ignore_eos": True})
+        next(stream)
+        wait_for(lambda: num_open(daemon) == 2)
+        gateway.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shuts down"):
+            list(stream)
+        reply = whole.result()
+        assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "draining", "1")
+        assert gateway.process.wait(30) == Exit.OK
+        assert not [record for record in gateway.records() if record.get("level") in {"error", "critical"}]
+    wait_for(lambda: num_open(daemon) == 0)
 
 
 def test_sigterm_lets_answers_end_and_a_second_one_does_not(daemon: DaemonProcess, tmp_path):

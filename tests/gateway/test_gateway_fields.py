@@ -80,6 +80,24 @@ def test_names_of_the_api_that_mean_something_of_kvds():
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("guided_regex", "a+"),
         ("logit_bias", {"5": 1}),
+        ("allowed_token_ids", [5]),
+        ("bad_words", ["x"]),
+        ("logits_processors", ["x"]),
+        ("include_stop_str_in_output", True),
+        ("skip_special_tokens", False),
+        ("truncate_prompt_tokens", 5),
+        ("chat_template", "{{ messages }}"),
+        ("documents", [{}]),
+        ("length_penalty", 0.5),
+        ("n_predict", 5),
+        ("repeat_penalty", 1.1),
+        ("typical_p", 0.9),
+        ("top_n_sigma", 1),
+        ("mirostat", 2),
+        ("dynatemp_range", 0.5),
+        ("xtc_probability", 0.5),
+        ("dry_multiplier", 0.8),
+        ("samplers", ["top_k"]),
         ("modalities", ["text", "audio"]),
         ("best_of", 3),
         ("stream_options", {"include_usage": True}),
@@ -207,6 +225,25 @@ def test_log_probabilities_of_a_chat():
     assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6, "prompt_tokens_details": {"cached_tokens": 3}}
 
 
+NEUTRAL = {
+    "length_penalty": 1.0,
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "bad_words": [],
+    "repeat_penalty": 1.0,
+    "typical_p": 1.0,
+    "top_n_sigma": -1.0,
+    "mirostat": 0,
+    "dynatemp_range": 0.0,
+    "xtc_probability": 0.0,
+    "dry_multiplier": 0.0,
+}
+
+
+def test_what_asks_for_nothing_is_taken():
+    assert chat_options(chat(**NEUTRAL)) == {}
+
+
 def test_log_probabilities_of_a_completion():
     answer = json.loads(CompletionForm(TEXTS, logprobs=True, num_choices=1).whole(HEAD, [done(), done()]))
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
@@ -250,3 +287,13 @@ def test_a_streams_log_probabilities_count_on():
     (second,) = events(pieces.of([Chunk(0, 1, (2,), "", LOGPROBS[1:])]))
     assert first["choices"][0]["logprobs"]["text_offset"] == [0]
     assert second["choices"][0]["logprobs"]["text_offset"] == [2]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 3])
+def test_a_character_of_several_tokens_counts_once(cut: int):
+    """Grü and Gr, in one piece or two."""
+    logprobs = [TokenLogprob(token_id=token_id, logprob=-1.0) for token_id in (1, 2, 3, 1)]
+    form = CompletionForm(TEXTS, logprobs=True, num_choices=1)
+    parts = [form.piece(0, "", part, None) for part in (logprobs[:cut], logprobs[cut:]) if part]
+    offsets = [offset for part in parts for offset in json.loads(b'{"index":0' + part[:-1])["logprobs"]["text_offset"]]
+    assert offsets == [0, 2, 2, 3]

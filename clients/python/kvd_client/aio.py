@@ -55,9 +55,18 @@ class AsyncClient:
             endpoint=self.endpoint,
         )
         curve = load_curve_keys(server_key, client_key_file) if server_key else None
-        self._io = IoThread(self.endpoint, Session(config), curve)
+        self._session = Session(config)
+        self._io = IoThread(self.endpoint, self._session, curve)
         self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
         self._finalizer = weakref.finalize(self, self._io.close)
+
+    @property
+    def server(self) -> HelloReply | None:
+        """The daemon as it last greeted this client, which a restarted one does by itself; None before the first greeting.
+
+        Model facts are empty if the daemon did not know them at that time: ``hello`` asks again.
+        """
+        return self._session.server
 
     async def __aenter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,12 +159,14 @@ class Answer:
     def __init__(self, num_choices: int, *, stream: bool) -> None:
         self.stream = stream
         self.num_delivered = 0
-        self._choices = [_ChoiceState() for _ in range(num_choices)]
+        self._num_choices = num_choices
+        self._choices: defaultdict[int, _ChoiceState] = defaultdict(_ChoiceState)
+        """Of those that tokens have come of: before the daemon has refused it, ``n`` may be any number."""
 
     def forget(self) -> None:
         """Be as if nothing had come yet."""
         assert not self.num_delivered
-        self._choices = [_ChoiceState() for _ in self._choices]
+        self._choices.clear()
 
     def take_tokens(self, message: Tokens, bodies: Sequence[bytes]) -> Chunk | None:
         """Append tokens; what a stream delivers of them.
@@ -172,8 +175,8 @@ class Answer:
             TokensLostError: tokens before these are missing.
             AnswerError: the message contradicts the request or itself.
         """
-        if not 0 <= message.choice < len(self._choices):
-            raise AnswerError(f"tokens of choice {message.choice}, the request has {len(self._choices)}")
+        if not 0 <= message.choice < self._num_choices:
+            raise AnswerError(f"tokens of choice {message.choice}, the request has {self._num_choices}")
         try:
             token_ids = unpack_tokens(bodies[0])
             text = bodies[1].decode() if len(bodies) > 1 else ""
@@ -209,10 +212,11 @@ class Answer:
             AnswerError: a choice is missing or unknown.
         """
         ends = sorted(message.choices, key=lambda end: end.choice)
-        if [end.choice for end in ends] != list(range(len(self._choices))):
-            raise AnswerError(f"finished with choices {[end.choice for end in ends]} of {len(self._choices)}")
+        if len(ends) != self._num_choices or any(end.choice != number for number, end in enumerate(ends)):
+            raise AnswerError(f"finished with choices {[end.choice for end in ends]} of {self._num_choices}")
         choices = []
-        for state, end in zip(self._choices, ends, strict=True):
+        for end in ends:
+            state = self._choices[end.choice]
             if len(state.token_ids) < end.num_tokens:
                 raise TokensLostError
             token_ids, logprobs = tuple(state.token_ids[: end.num_tokens]), tuple(state.logprobs[: end.num_tokens])
