@@ -52,9 +52,11 @@ class CacheConfig:
 
     kv_memory: int = key(
         0,
-        "Bytes of the KV pool (suffixes KiB, MiB, GiB, TiB); 0: on cpu half of the free memory, at most 4 GiB; on cuda 0.9 of the free memory",
+        "Bytes of the KV pool (suffixes KiB, MiB, GiB, TiB); 0: on cpu half of the free memory, at most 4 GiB; on cuda 0.9 of what the weights leave of the free memory",
     )
-    block_size_tokens: int = key(16, "Positions in a block")
+    block_size_tokens: int = key(
+        16, "Positions in a block; the native CPU kernels read blocks of 16 and no others: with another size torch computes"
+    )
     kv_dtype: str = key(
         "auto",
         "How K and V are kept: `auto` (as the model is computed), `float32`, `bfloat16`, or `int8` (with a scale for each head and position: about half of bfloat16's memory, its effect is in docs/kernels.md); other than `auto` only with the native CPU kernels",
@@ -87,7 +89,8 @@ class EngineConfig:
     """The loop."""
 
     max_steps_in_flight: int = key(
-        0, "Steps submitted and not yet collected; 0: 2 on cuda, where the next step is launched while one is computed, else 1"
+        0,
+        "Steps submitted and not yet collected; 0: 2 where kvd's own kernels compute, so that the next step is launched while one is computed, else 1",
     )
     inbox_capacity: int = key(4096, "Commands that wait for the engine; `overloaded` beyond")
     drain_timeout_s: float = key(30.0, "On SIGTERM or `kvd drain`, running requests are aborted after so long")

@@ -81,7 +81,7 @@ _BY_NAME: Mapping[str, Rule] = MappingProxyType(
         "kernels": _one_of("auto", "native", "torch"),
         "weights": _one_of("auto", "dequantised"),
         "max_model_len": _at_least(0),
-        "threads": _at_least(0),
+        "threads": _between(0, 1024),
         "fake_step_ms": _at_least(0),
         "kv_memory": _at_least(0),
         "block_size_tokens": Rule("a power of two, 4 to 256", lambda value: 4 <= value <= 256 and value & (value - 1) == 0),

@@ -32,6 +32,7 @@ OTHER_VARIABLES = frozenset(
         "KVD_FAILPOINTS",
         "KVD_API_KEY",
         "KVD_BENCH_VISIT",
+        "KVD_CPU_ISA",
     }
 )
 """Variables of the environment that are no configuration keys."""
