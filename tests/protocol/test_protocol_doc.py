@@ -10,6 +10,7 @@ from kvd_client.protocol.codes import Code
 from kvd_client.protocol.messages import (
     ChoiceEnd,
     ClientMessage,
+    Generate,
     Limits,
     Sampling,
     ServerMessage,
@@ -42,3 +43,13 @@ def test_every_message_and_field_is_documented(struct):
 def test_the_codes_and_whether_they_are_retryable():
     rows = dict(re.findall(r"^\| `(\w+)` \| (yes|no) \|", section("Failure codes"), re.MULTILINE))
     assert rows == {code.value: "yes" if code.value in RETRYABLE_CODES else "no" for code in Code}
+
+
+@pytest.mark.parametrize("struct", [*ClientMessage.__args__, *ServerMessage.__args__], ids=lambda struct: struct.__name__)
+def test_no_field_is_documented_that_is_not_there(struct):
+    tag = struct.__struct_config__.tag
+    known = {*struct.__struct_fields__, *(Sampling.__struct_fields__ if struct is Generate else ())}
+    text = section("status and stats" if tag in ("status", "stats") else tag)
+    tables = re.findall(r"^\| Field \|.*?(?=\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
+    cells = [row.split("|")[1] for table in tables for row in table.splitlines()[2:]]
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} <= known
