@@ -86,16 +86,29 @@ def build_decoder(
     return decoder
 
 
+class _Room:
+    """Memory for logits, grown as needed. Models over one decoder share it: one of them computes at a time."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._logits = torch.empty((0, vocab_size), dtype=torch.float32)
+
+    def of(self, num_rows: int) -> Tensor:
+        """Float32 ``[num_rows, vocab_size]``; the last one is no longer valid."""
+        if len(self._logits) < num_rows:
+            self._logits = torch.empty((num_rows, self._logits.shape[1]), dtype=torch.float32)
+        return self._logits[:num_rows]
+
+
 class NativeModel:
     """A native decoder over one pool."""
 
-    warm_up_prompts = (1, 40)
-    """Nothing is compiled: one prompt longer than the kernels' many-row threshold, and one token."""
+    warm_up_prompts = (1, 64)
+    """Nothing is compiled: one prompt of more rows than a product computes undivided (``MANY_ROWS`` of the module), and one token."""
 
-    def __init__(self, decoder: Any, pool: NativeKvPool) -> None:
+    def __init__(self, decoder: Any, pool: NativeKvPool, room: _Room | None = None) -> None:
         self._decoder = decoder
         self._pool = pool
-        self._logits = torch.empty((0, decoder.vocab_size), dtype=torch.float32)
+        self._room = room or _Room(decoder.vocab_size)
 
     @property
     def decoder(self) -> Any:
@@ -103,7 +116,7 @@ class NativeModel:
         return self._decoder
 
     def over(self, pool: NativeKvPool) -> NativeModel:
-        return NativeModel(self._decoder, pool)
+        return NativeModel(self._decoder, pool, self._room)
 
     def forward(self, rows: StepRows) -> StepHidden:
         attention = rows.attention
@@ -131,20 +144,15 @@ class NativeModel:
 
     def logits(self, tokens: np.ndarray) -> Tensor:
         """``StepHidden.logits`` of the last step, in memory that the next call takes again."""
-        logits = self._room(len(tokens))
+        logits = self._room.of(len(tokens))
         self._decoder.logits(tokens, logits.data_ptr())
         return logits
 
     def greedy(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """``StepHidden.greedy`` of the last step."""
         token_ids, finite = np.empty(len(tokens), dtype=np.int64), np.empty(len(tokens), dtype=bool)
-        self._decoder.greedy(tokens, self._room(len(tokens)).data_ptr(), token_ids, finite)
+        self._decoder.greedy(tokens, self._room.of(len(tokens)).data_ptr(), token_ids, finite)
         return token_ids, finite
-
-    def _room(self, num_rows: int) -> Tensor:
-        if len(self._logits) < num_rows:
-            self._logits = torch.empty((num_rows, self._decoder.vocab_size), dtype=torch.float32)
-        return self._logits[:num_rows]
 
 
 class _NativeHidden:

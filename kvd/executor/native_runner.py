@@ -15,6 +15,7 @@ import torch
 
 from kvd.executor.input_batch import StepRows
 from kvd.executor.kernels.cpu import native
+from kvd.executor.kv_pool import PoolRows
 from kvd.executor.native_kv_pool import NativeKvPool
 from kvd.executor.native_model import NativeModel
 from kvd.executor.runner import ModelRunner
@@ -63,11 +64,14 @@ class PendingStep:
 class NativeRunner(ModelRunner):
     """A runner of a ``NativeModel``; called from one thread."""
 
-    def __init__(self, model: NativeModel, pool: NativeKvPool, vocab_size: int, *, max_rows: int, max_model_len: int) -> None:
+    def __init__(
+        self, model: NativeModel, pool: NativeKvPool, vocab_size: int, *, max_rows: int, max_model_len: int, queue: Any = None
+    ) -> None:
+        """``queue`` is that of a runner over the same decoder; without it a new one."""
         super().__init__(model, pool, vocab_size, max_rows=max_rows, max_model_len=max_model_len)
         self._native = model
         self._native_pool = pool
-        self._queue = native.module().StepQueue(model.decoder, max_rows)
+        self._queue = queue or native.module().StepQueue(model.decoder, max_rows)
 
     def execute(self, step: SchedulerOutput) -> ExecutorOutput:
         """Launch the step and wait for it."""
@@ -94,6 +98,11 @@ class NativeRunner(ModelRunner):
 
     def settle(self) -> None:
         self._queue.wait_idle()
+
+    def _scratch(self, pool: PoolRows) -> NativeRunner:
+        assert isinstance(pool, NativeKvPool)
+        limits = {"max_rows": self._max_rows, "max_model_len": self._max_model_len}
+        return NativeRunner(self._native.over(pool), pool, self._vocab_size, **limits, queue=self._queue)
 
     def _put(self, step: SchedulerOutput, rows: StepRows, sampling: np.ndarray, positions: np.ndarray) -> Any:
         pool, attention = self._native_pool, rows.attention

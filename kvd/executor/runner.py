@@ -81,8 +81,7 @@ class ModelRunner:
         prompts = [length for length in self._model.warm_up_prompts if length < self._max_model_len]
         decodes = [1 << power for power in range(self._max_rows.bit_length()) if 1 << power <= self._max_rows]
         blocks_of_prompt = -(-max(prompts) // size)
-        pool = self._pool.scratch(max(blocks_of_prompt, decodes[-1]))
-        scratch = ModelRunner(self._model.over(pool), pool, self._vocab_size, max_rows=self._max_rows, max_model_len=self._max_model_len)
+        scratch = self._scratch(self._pool.scratch(max(blocks_of_prompt, decodes[-1])))
         sampling = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9))
         for length in prompts:
             table = tuple(BlockId(block) for block in range(-(-length // size)))
@@ -90,6 +89,10 @@ class ModelRunner:
         for count in decodes:
             rows = tuple(_warm_row(row, 1, (BlockId(row),), sampling[row % 3]) for row in range(count))
             scratch.execute(SchedulerOutput(0, rows, ContinuedRows()))
+
+    def _scratch(self, pool: PoolRows) -> ModelRunner:
+        """A runner over another pool, for warming up what is there once for all."""
+        return ModelRunner(self._model.over(pool), pool, self._vocab_size, max_rows=self._max_rows, max_model_len=self._max_model_len)
 
     def _begin(self, step: SchedulerOutput) -> StepRows:
         """All that comes before the forward pass."""

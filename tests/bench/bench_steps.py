@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from kvd.executor.attention.backend import AttentionRows
+from kvd.executor.host_cores import compute_threads
 from kvd.executor.input_batch import StepRows
 from kvd.executor.kernels.cpu import native
 from kvd.executor.models.inspect import inspect_model
@@ -61,7 +62,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--kv", default="", help="type of K and V; the dtype if not given")
-    parser.add_argument("--threads", type=int, default=native.num_usable_cores())
+    parser.add_argument("--threads", type=int, default=compute_threads(0))
     parser.add_argument("--blocks", type=int, default=2048)
     parser.add_argument("--case", action="append", help="ROWS:CONTEXT:TOKENS[:shared]")
     options = parser.parse_args()

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <type_traits>
 
 #include "attention_plan.h"
@@ -399,8 +400,11 @@ public:
     uint8_t* reserve(size_t bytes) {
         if (bytes > size_) {
             std::free(data_);
-            size_ = (bytes + 4095) / 4096 * 4096;
-            data_ = static_cast<uint8_t*>(std::aligned_alloc(64, size_));
+            size_ = 0;
+            const size_t wanted = (bytes + 4095) / 4096 * 4096;
+            data_ = static_cast<uint8_t*>(std::aligned_alloc(64, wanted));
+            if (data_ == nullptr) throw std::bad_alloc();
+            size_ = wanted;
         }
         return data_;
     }

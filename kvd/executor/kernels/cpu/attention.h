@@ -21,9 +21,6 @@ namespace kvd {
 constexpr int64_t BLOCK = 16;  // positions of a block
 constexpr int64_t TILE = 64;   // positions of a tile
 
-// "float32", "bfloat16" or "int8"; throws std::invalid_argument otherwise.
-KvType kv_type_of(const std::string& name);
-
 struct KvLayout {
     KvType type;
     int64_t num_layers, num_kv_heads, head_dim;

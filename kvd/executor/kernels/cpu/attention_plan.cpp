@@ -21,6 +21,12 @@ KvType kv_type_of(const std::string& name) {
     throw std::invalid_argument("KV is kept as float32, bfloat16 or int8, not " + name);
 }
 
+Compute compute_of(const std::string& name) {
+    if (name == "float32") return Compute::f32;
+    if (name == "bfloat16") return Compute::bf16;
+    throw std::invalid_argument("kvd computes in float32 or bfloat16, not " + name);
+}
+
 int64_t KvLayout::plane_bytes() const {
     const int64_t elements = num_kv_heads * BLOCK * head_dim;
     if (type == KvType::f32) return elements * 4;
@@ -49,7 +55,7 @@ struct Costs {
     double tile(int64_t rows) const { return std::max(tile_read, static_cast<double>(rows) * row_tile); }
 };
 
-// Memory for records outlives the plans: fresh pages for every step would cost more than the merging.
+// Memory for records outlives the plans, as long as it is not much: fresh pages for every step would cost more than the merging.
 class RecordMemory {
 public:
     static std::vector<float> take(size_t size) {
@@ -61,15 +67,21 @@ public:
                 kept().pop_back();
             }
         }
-        if (memory.size() < size) memory.resize(size);
+        if (memory.size() < size) {
+            memory = {};  // its contents need no copy
+            memory.resize(size);
+        }
         return memory;
     }
     static void give_back(std::vector<float> memory) {
+        if (memory.size() > MOST_FLOATS) return;
         const std::lock_guard lock(mutex());
-        if (kept().size() < 4) kept().push_back(std::move(memory));
+        if (kept().size() < MOST_KEPT) kept().push_back(std::move(memory));
     }
 
 private:
+    static constexpr size_t MOST_KEPT = 2, MOST_FLOATS = size_t{8} << 20;  // two of 32 MiB: a model has at most two windows
+
     static std::mutex& mutex() {
         static std::mutex mutex;
         return mutex;
@@ -131,6 +143,7 @@ private:
             }
         }
         first_units_.push_back(static_cast<int32_t>(plan_.units.size()));
+        cut_.assign(plan_.units.size(), 0);
     }
 
     int64_t rows_of(int32_t unit) const { return plan_.units[static_cast<size_t>(unit)].num_tokens * group_; }
@@ -143,7 +156,7 @@ private:
             const int64_t end_tile = shape.run_end[run] / TILE;
             if (first_tile >= end_tile) continue;
             units.clear();
-            int64_t begin = end_tile, rows = 0;
+            int64_t begin = end_tile, rows = 0, uncut = 0, tail = 0;
             bool folds = true;
             double alone = 0;
             for (int64_t i = shape.run_offsets[run]; i < shape.run_offsets[run + 1]; ++i) {
@@ -156,6 +169,10 @@ private:
                     const int64_t own = std::max(first_tile, described.first_tile);
                     begin = std::min(begin, own);
                     rows += rows_of(unit);
+                    if (!cut_[static_cast<size_t>(unit)]) {
+                        uncut += rows_of(unit);
+                        tail += rows_of(unit) * (described.end_tile - end_tile);
+                    }
                     folds = folds && first_tile <= described.first_tile;
                     alone += static_cast<double>(end_tile - own) * costs_.tile(rows_of(unit));
                 }
@@ -166,14 +183,20 @@ private:
             while (num_threads_ > 1 && num_parts * num_kv_heads_ < 2 * num_threads_ && rows / (num_parts + 1) >= FEWEST_ROWS) ++num_parts;
             num_parts = std::min(num_parts, static_cast<int64_t>(units.size()));
             const double tiles = static_cast<double>(end_tile - first_tile);
-            const double records = static_cast<double>(rows) * costs_.row_record * (folds ? 1 : tiles) + static_cast<double>(units.size()) * Costs::TASK;
+            // A unit that is in no run leaves no record. The first run that is taken costs it one for each tile of its own, too: its fold can not be
+            // continued behind what others compute.
+            const double num_records = static_cast<double>(uncut) * (folds ? 1 : tiles) + static_cast<double>(tail);
+            const double records = num_records * costs_.row_record + static_cast<double>(units.size()) * Costs::TASK;
             if (static_cast<double>(num_parts) * tiles * costs_.tile(rows / num_parts) + records >= alone) continue;
             const int64_t size = static_cast<int64_t>(units.size());
             for (int64_t part = 0; part < num_parts; ++part) {
                 const int64_t first = size * part / num_parts, end = size * (part + 1) / num_parts;
                 add_draft(first_tile, end_tile, units.data() + first, end - first);
             }
-            for (const int32_t unit : units) shared_.push_back({unit, first_tile, end_tile});
+            for (const int32_t unit : units) {
+                shared_.push_back({unit, first_tile, end_tile});
+                cut_[static_cast<size_t>(unit)] = 1;
+            }
         }
         std::sort(shared_.begin(), shared_.end(), [](const Shared& a, const Shared& b) { return a.unit != b.unit ? a.unit < b.unit : a.first_tile < b.first_tile; });
     }
@@ -244,7 +267,7 @@ private:
                 task.direct = unit.num_parts == 1;
                 const int64_t count = task.direct ? 0 : task.folds ? 1 : task.end_tile - task.first_tile;
                 plan_.members[static_cast<size_t>(shares_[i].member)].part = static_cast<int32_t>(plan_.parts.size());
-                plan_.parts.push_back({records, static_cast<int32_t>(count), static_cast<int32_t>(task.first_tile)});
+                plan_.parts.push_back({records, static_cast<int32_t>(count)});
                 records += count * unit.num_tokens;
             }
         }
@@ -257,6 +280,7 @@ private:
     const int num_threads_;
     const int64_t num_kv_heads_, group_;
     std::vector<int32_t> first_units_, draft_units_;
+    std::vector<char> cut_;  // [units]: in a run that is taken
     std::vector<Shared> shared_;
     std::vector<Draft> drafts_;
     std::vector<Share> shares_;

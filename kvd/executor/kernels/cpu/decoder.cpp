@@ -297,12 +297,6 @@ std::vector<float> values_of(const std::optional<nb::ndarray<const float, nb::c_
     return array ? values_of(*array) : std::vector<float>();
 }
 
-Compute compute_named(const std::string& name) {
-    if (name == "float32") return Compute::f32;
-    if (name == "bfloat16") return Compute::bf16;
-    throw std::invalid_argument("no compute type " + name);
-}
-
 }  // namespace
 
 void register_decoder(nb::module_& m) {
@@ -321,7 +315,7 @@ void register_decoder(nb::module_& m) {
                                          static_cast<int64_t>(cosines.shape(0)),
                                          eps,
                                          attention_scale,
-                                         compute_named(compute)};
+                                         compute_of(compute)};
                 new (self) Decoder(std::move(pool), shape, std::move(embedding), std::move(head), values_of(final_norm),
                                    {cosines.data(), cosines.data() + cosines.size()}, {sines.data(), sines.data() + sines.size()});
             },

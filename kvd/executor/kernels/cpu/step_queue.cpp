@@ -21,6 +21,8 @@ namespace kvd {
 
 namespace {
 
+constexpr int64_t WARM_ROWS = 16;  // whose logits have memory from the start: fresh pages take longer than the product that fills them
+
 void check_ids(const std::vector<int64_t>& ids, int64_t end, const char* what) {
     for (const int64_t id : ids) {
         if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(end)) throw std::out_of_range(std::string(what) + " " + std::to_string(id) + " of " + std::to_string(end));
@@ -33,6 +35,7 @@ double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock:
 
 StepQueue::StepQueue(std::shared_ptr<Decoder> decoder, int64_t max_rows)
     : decoder_(std::move(decoder)), failed_(static_cast<size_t>(max_rows)), sampled_(static_cast<size_t>(max_rows)) {
+    logits_.resize(static_cast<size_t>(std::min<int64_t>(max_rows, WARM_ROWS) * decoder_->vocab_size()));
     sigset_t all, before;  // signals go to the threads of the interpreter
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);

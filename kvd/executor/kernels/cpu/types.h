@@ -3,6 +3,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <string>
 
 namespace kvd {
 
@@ -25,5 +26,9 @@ enum class Compute : int { f32 = 0, bf16 = 1 };
 
 // How KV is kept in the pool.
 enum class KvType : int { f32 = 0, bf16 = 1, int8 = 2 };
+
+// "float32" or "bfloat16"; "float32", "bfloat16" or "int8". Throw std::invalid_argument otherwise.
+Compute compute_of(const std::string& name);
+KvType kv_type_of(const std::string& name);
 
 }  // namespace kvd
