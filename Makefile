@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -q --durations=15 -n 2 --dist loadfile
 # Marks of the tests that need more than the pure environment has.
 IMPURE := torch or store or socket or e2e or model or oracle or systemd
 
-.PHONY: demo test setup native model lint test-pure test-full bench bench-persistence bench-rehydrate bench-trace bench-scaling soak install wheels gpu-wheels clean
+.PHONY: demo test setup native model lint test-pure test-full test-sanitizers bench bench-budgets bench-persistence bench-rehydrate bench-trace bench-scaling soak install wheels gpu-wheels clean
 
 demo: model
 	$(BIN)/kvd demo
@@ -32,9 +32,10 @@ $(VENV)/.ready: pyproject.toml clients/python/pyproject.toml $(CONSTRAINTS)
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-build-isolation -e clients/python -e . --group dev
 	touch $@
 
-# The native kernels, once more where their sources changed; without a compiler there are none, and torch's serve.
+# The native kernels, once more where their sources changed (cmake found ninja or, without it, make); without a compiler there are none, and torch's serve.
 native: setup
-	test ! -f $(NATIVE)/build.ninja || PATH="$$PWD/$(BIN):$$PATH" cmake --build $(NATIVE)
+	@if test -f $(NATIVE)/build.ninja -o -f $(NATIVE)/Makefile; then PATH="$$PWD/$(BIN):$$PATH" cmake --build $(NATIVE); \
+	else echo "no native kernels: when .venv was made there was no C++ compiler, or it failed (make clean setup tries again); torch's serve"; fi
 
 model: setup
 	$(BIN)/kvd pull smollm2
@@ -59,9 +60,19 @@ test-pure: $(PURE)/.ready
 test-full: test-pure native model
 	$(PYTEST) -m "$(IMPURE) or full" --timeout 1800
 
+# Of test-full: the native code with the address sanitizer, its pool of threads with the thread sanitizer.
+test-sanitizers: setup
+	$(BIN)/python -m pytest -q -m full tests/executor/kernels
+
 # Without peers kvd alone: make bench PEERS="--peer vllm=http://127.0.0.1:8101 --server-command vllm='…'".
+# It begins anew, GO_ON=1 goes on with what bench.json has of the same code.
 bench: model
+	$(if $(GO_ON),,rm -f bench.json)
 	$(BIN)/python tests/bench/bench_peers_table.py --out bench.json --page docs/benchmarks.md $(PEERS)
+
+# What a daemon costs beside its model: memory, idle, beside a neighbour, between steps; fails where a budget is exceeded.
+bench-budgets: model
+	$(BIN)/python tests/bench/bench_budgets.py --out docs/benchmarks-budgets.md
 
 # No model and no chance: the same figures on every machine.
 bench-trace: setup

@@ -10,10 +10,13 @@ from kvd.bench.plan import METRICS
 from kvd.bench.ratios import Ratio, median_ratio
 from kvd.bench.results import Result
 
+MAX_APART_S = 3600.0
+"""Samples of one round that lie further apart are no pair: a target that was added to a result later met another machine, in all that changes by the hour."""
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How many times better ``ours`` is than ``theirs`` in one figure: above 1 is better, for rates and for times."""
+    """How many times better ``ours`` is than ``theirs`` in one figure: above 1 is better, for rates and for times. The medians are of the pairs alone."""
 
     key: str
     metric: str
@@ -25,13 +28,18 @@ class Comparison:
 
 
 def compare(result: Result, key: str, metric: str, ours: str, theirs: str, *, their_metric: str | None = None) -> Comparison | None:
-    """The median of the paired ratios; None where the two have no pair. ``their_metric`` is for a figure that is held against another one."""
-    mine, other = result.values(key, ours, metric), result.values(key, theirs, their_metric or metric)
-    pairs = [(mine[place], other[place]) for place in sorted(mine.keys() & other.keys()) if mine[place] > 0 and other[place] > 0]
+    """The median of the paired ratios, one a round; None where the two have no pair. ``their_metric`` is for a figure that is held against another one.
+
+    Repeats within a round share the server's process and the minute: they are one median, not several pairs.
+    """
+    mine, other = result.by_round(key, ours, metric), result.by_round(key, theirs, their_metric or metric)
+    both = [(mine[round_], other[round_]) for round_ in sorted(mine.keys() & other.keys())]
+    pairs = [(one.value, two.value) for one, two in both if abs(one.at_unix_s - two.at_unix_s) <= MAX_APART_S]
     if not pairs:
         return None
     ratio = median_ratio([METRICS[metric].ratio(*pair) for pair in pairs])
-    return Comparison(key, metric, ours, theirs, statistics.median(mine.values()), statistics.median(other.values()), ratio)
+    our_median, their_median = (statistics.median(side) for side in zip(*pairs, strict=True))
+    return Comparison(key, metric, ours, theirs, our_median, their_median, ratio)
 
 
 def best(result: Result, key: str, metric: str, targets: Sequence[str]) -> str | None:
@@ -72,3 +80,14 @@ def uneven_prompts(result: Result) -> list[str]:
             sums = ", ".join(f"{name} {sum(tokens)}" for name, tokens in counts.items())
             lines.append(f"{key}: the targets count different prompt tokens ({sums})")
     return lines
+
+
+def untold_hits(result: Result) -> list[str]:
+    """Targets that never told how many tokens of a prompt they had cached: of their new prompts nobody knows whether they were new to them."""
+    tells: dict[str, bool] = {}
+    for sample in result.samples:
+        told = any(request.get("cached_tokens") is not None for request in sample["requests"])
+        tells[sample["target"]] = tells.get(sample["target"], False) or told
+    return [
+        f"{name} tells no cached tokens: what should be new to it may not have been" for name, has_told in tells.items() if not has_told
+    ]

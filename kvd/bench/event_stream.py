@@ -111,7 +111,7 @@ class Exchange:
                         data = line[5:].strip()
                         if data == _DONE:
                             return
-                        yield json.loads(data)
+                        yield _object_of(data)
         except TimeoutError as error:
             raise BenchError(f"{self._base.geturl()} fell silent for {self._timeout_s:g} s in the middle of an answer") from error
         except (OSError, ValueError, EOFError) as error:
@@ -124,3 +124,9 @@ class Exchange:
             self._writer.close()
             with suppress(OSError):
                 await self._writer.wait_closed()
+
+
+def _object_of(data: bytes) -> dict[str, Any]:
+    if not isinstance(found := json.loads(data), dict):
+        raise ValueError(f"{data[:40]!r} is no JSON object")  # noqa: TRY004  as of what is no JSON at all
+    return found

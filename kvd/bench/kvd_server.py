@@ -72,13 +72,14 @@ class KvdServer:
             return False
 
     async def version(self) -> str:
-        """The daemon's version and model."""
+        """The daemon's version, its model, and the kernels that compute it."""
         try:
             hello = await self._client.hello()
             status = await self._client.status()
         except KvdError as error:
             raise BenchError(f"{self.url}: {error}", kind="unavailable") from error
-        return f"kvd {hello.version}, {Path(str(status.get('model') or 'no model')).name}"
+        model = Path(str(status.get("model") or "no model")).name
+        return f"kvd {hello.version}, {model}, {status.get('kernels') or 'unknown kernels'}"
 
     async def pin(self, name: str, messages: Messages) -> bool:
         """Pin what these messages begin with."""

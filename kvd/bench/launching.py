@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from kvd.bench.machine import process_tree, unshared_bytes
+from kvd.bench.machine import living, process_tree, unshared_bytes
 from kvd.bench.measuring import BenchError, Server
 
 _POLL_S = 0.02
@@ -20,7 +20,7 @@ _DIE_S = 30.0
 
 
 class Launched:
-    """A server's process tree, made of a command line. Its output goes to a file.
+    """A server's processes, made of a command line. Its output goes to a file.
 
     The command finds ``KVD_BENCH_VISIT`` in its environment: the same for every start within one visit of the plan, another for each visit, so that a
     command can keep what a restart needs and forget what the last visit left.
@@ -78,7 +78,7 @@ class Launched:
             if (now_s := time.perf_counter()) >= look_s:
                 self.peak_start_bytes, look_s = max(self.peak_start_bytes, unshared_bytes(self._process.pid)), now_s + _LOOK_S
             if (code := self._process.poll()) is not None:
-                self._process = None
+                self.kill()
                 raise BenchError(f"{self._name} ended with exit code {code} before it was ready; {self._log} ends: {self._tail()}")
             if time.perf_counter() - self._began_s > self._ready_timeout_s:
                 self.kill()
@@ -89,28 +89,28 @@ class Launched:
         return ready_s
 
     def kill(self) -> None:
-        """SIGKILL the tree and wait until it is gone. Does nothing where none runs."""
+        """SIGKILL all that the command started and wait until it is gone. Does nothing where none runs.
+
+        That is its tree, with those that began a session of their own, and its session, with those whose parents have ended before them.
+
+        Raises:
+            BenchError: something of it still lives: the next server would not have the processors to itself.
+        """
         if self._process is None:
             return
-        tree = process_tree(self._process.pid)
-        for pid in reversed(tree):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        tree = process_tree(self._process.pid) if self._process.poll() is None else []  # a number that was reaped may be another's
+        deadline_s = time.monotonic() + _DIE_S
+        while left := living(tree, session=self._process.pid):
+            if time.monotonic() >= deadline_s:
+                raise BenchError(f"{self._name}: processes {left} outlive SIGKILL")
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.poll()
+            time.sleep(_POLL_S)
         self._process.wait()
         self._process = None
-        deadline_s = time.monotonic() + _DIE_S
-        while any(_lives(pid) for pid in tree) and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
 
     def _tail(self) -> str:
         text = self._log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
         return " | ".join(line.strip() for line in text.splitlines()[-5:] if line.strip()) or "(empty)"
-
-
-def _lives(pid: int) -> bool:
-    """Whether a process is there and not only waits to be reaped."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    return text[text.rindex(")") + 2 :][:1] not in {"Z", "X"}

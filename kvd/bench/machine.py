@@ -53,6 +53,12 @@ def process_tree(pid: int) -> list[int]:
     return tree
 
 
+def living(pids: Sequence[int], *, session: int) -> list[int]:
+    """Those of ``pids``, and of a session's processes, that are there and don't only wait to be reaped."""
+    wanted = set(pids)
+    return [pid for pid, fields in _stats() if (pid in wanted or int(fields[3]) == session) and fields[0] not in {"Z", "X"}]
+
+
 def tree_cpu_s(pid: int) -> float:
     """Processor seconds of a process and its descendants that still live."""
     tree = set(process_tree(pid))

@@ -16,6 +16,13 @@ class BenchError(Exception):
         self.kind = kind
 
 
+class OtherRunError(BenchError):
+    """What would be measured now is not what the result has: figures of two seeds, machines or builds are not to be mixed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, kind="usage")
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request, greedy and without an early end: ``max_tokens`` come out of it for each of ``n`` answers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -18,9 +19,11 @@ class Metric:
     is_rate: bool = True
 
     def ratio(self, ours: float, theirs: float) -> float:
-        """How many times better ours is: above 1 is better, for rates and for times."""
+        """How many times better ours is: above 1 is better, for rates and for times. Infinite against nothing at all, and 1 between two nothings."""
         ahead, behind = (ours, theirs) if self.is_rate else (theirs, ours)
-        return ahead / behind
+        if ahead == behind:
+            return 1.0
+        return ahead / behind if behind else math.inf
 
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
@@ -43,6 +46,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "hit_rate": Metric("of the prompt tokens"),
         "reused_tokens": Metric("tokens"),
         "peak_blocks": Metric("blocks", is_rate=False),
+        "peak_memory_gib": Metric("GiB", is_rate=False),
         "late_s": Metric("s", is_rate=False),
     }
 )

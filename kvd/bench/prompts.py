@@ -85,11 +85,12 @@ def alone(user: str) -> Messages:
     return [{"role": "user", "content": user}]
 
 
-def block(block_id: int, num_sentences: int) -> str:
-    """The text that stands for one block of a trace: equal ids give equal text."""
-    choose = random.Random(f"block {block_id}")  # noqa: S311
+def block(seed: str, block_id: int, num_sentences: int) -> str:
+    """The text that stands for one block of a trace: equal ids give equal text under one seed, and under two seeds they differ from the first words on."""
+    tag = random.Random(f"blocks {seed}").randrange(1_000_000)  # noqa: S311
+    choose = random.Random(f"block {seed}/{block_id}")  # noqa: S311
     return " ".join(
-        f"Note {block_id}: {choose.choice(_SUBJECTS)} {choose.choice(_DUTIES)} {choose.choice(_OBJECTS)} {choose.choice(_TIMES)}."
+        f"Note {tag}-{block_id}: {choose.choice(_SUBJECTS)} {choose.choice(_DUTIES)} {choose.choice(_OBJECTS)} {choose.choice(_TIMES)}."
         for _ in range(num_sentences)
     )
 

@@ -18,7 +18,7 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A ratio over pairs: its centre and its 95 % interval."""
+    """A ratio over pairs: its centre, and its 95 % interval or, of few pairs, their range."""
 
     mean: float
     low: float
@@ -61,4 +61,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
     place = (len(ordered) - 1) * percent / 100
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
+    if place == below or ordered[below] == ordered[above]:  # infinite ones have no difference
+        return ordered[below]
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvd.bench.comparing import all_comparisons, best, compare, uneven_prompts
+from kvd.bench.comparing import all_comparisons, best, compare, uneven_prompts, untold_hits
 from kvd.bench.plan import HEADLINE, METRICS
 from kvd.bench.ratios import Ratio
 from kvd.bench.results import Result
@@ -18,6 +20,10 @@ _HOW_TO = (
     "one busy neighbour halves everything on two cores, and `other processes' cores` below tells of one. `kvd bench run` measures single scenarios against any server;",
     "[operations.md](operations.md#benchmarks) describes it, its figures and its file.",
 )
+# A page is for every reader: of commands and errors the folders of the machine that measured are left out.
+_FOLDERS = re.compile(r"(?<![\w:])/(?:[\w.@+-]+/)+")
+PEAK_MEMORY = "peak_memory_gib"
+"""A claim's metric that is no figure of a point: the most RssAnon + RssShmem that a target was seen with, while it started and under load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,7 @@ class Claim:
         text: what is measured.
         least: the ratio that is wanted (how many times better); None: only measured.
         against: another figure of our own that ours is held against, in place of peers.
-        bound: an absolute bound on our median, for figures in seconds.
+        bound: an absolute bound on our median, for figures in seconds or GiB.
     """
 
     text: str
@@ -57,6 +63,8 @@ def judge(result: Result, claim: Claim) -> Judged:
     """Look a claim up in a result."""
     mine = result.values(claim.key, claim.ours, claim.metric)
     our_median = statistics.median(mine.values()) if mine else None
+    if claim.metric == PEAK_MEMORY and (peak := result.peak_unshared_bytes(claim.ours)) is not None:
+        our_median = peak / 2**30
     if claim.bound is not None:
         return Judged(claim, None, our_median, None, None, None if our_median is None else our_median <= claim.bound)
     peer = claim.ours if claim.against else best(result, claim.key, claim.metric, claim.peers)
@@ -69,7 +77,7 @@ def judge(result: Result, claim: Claim) -> Judged:
 
 def text_tables(result: Result) -> str:
     """A table a point: medians of each target, with their range, and ratios against the first target."""
-    lines: list[str] = []
+    lines = [f"{name}: {target['version']}" for name, target in result.targets.items()]
     for key in result.point_keys():
         targets = result.targets_of(key)
         metrics = result.metrics_of(key)
@@ -95,19 +103,15 @@ def text_tables(result: Result) -> str:
         ]
         lines += [
             "",
-            f"Times better than {first} (above 1: better, for rates and for times), median of pairs with its 95 % interval:",
+            f"Times better than {first} (above 1: better, for rates and for times), median of one pair a round with its 95 % interval (of fewer than six: their range):",
             *_aligned(rows),
         ]
-    notes = [
-        *result.warnings(),
-        *uneven_prompts(result),
-        *(f"{each['target']}, {each['key']}: failed: {each['error']}" for each in result.failures),
-    ]
+    notes = _notes(result)
     return "\n".join([*lines, *(["", *(f"note: {note}" for note in notes)] if notes else [])]).lstrip("\n")
 
 
 def comparison_dicts(result: Result) -> list[dict[str, Any]]:
-    """The ratios as plain data."""
+    """The ratios as plain data; None for what is infinite."""
     return [
         {
             "key": each.key,
@@ -116,9 +120,9 @@ def comparison_dicts(result: Result) -> list[dict[str, Any]]:
             "baseline": each.theirs,
             "median": each.our_median,
             "baseline_median": each.their_median,
-            "ratio": round(each.ratio.mean, 4),
-            "low": round(each.ratio.low, 4),
-            "high": round(each.ratio.high, 4) if math.isfinite(each.ratio.high) else None,
+            "ratio": _finite(each.ratio.mean),
+            "low": _finite(each.ratio.low),
+            "high": _finite(each.ratio.high),
             "pairs": each.ratio.num_pairs,
         }
         for each in all_comparisons(result)
@@ -128,7 +132,6 @@ def comparison_dicts(result: Result) -> list[dict[str, Any]]:
 def page(result: Result, sections: Mapping[str, Sequence[Claim]], *, command: str) -> str:
     """The Markdown of a comparison: a table of claims for each section, where kvd is behind, and every target's figures."""
     facts = result.facts
-    targets = "; ".join(f"{name} ({target['version']})" for name, target in result.targets.items())
     rounds = 1 + max((each["round"] for each in result.samples), default=0)
     judged = {heading: [judge(result, claim) for claim in claims] for heading, claims in sections.items()}
     lines = [
@@ -136,11 +139,15 @@ def page(result: Result, sections: Mapping[str, Sequence[Claim]], *, command: st
         "",
         f"Written by `{command}` from its own JSON; nothing here is typed by hand. Figures of one machine: compare ratios, not absolute figures.",
         "",
-        f"* date: {facts['date']}; load before the run: {facts['load_before']}; {rounds} interleaved rounds, one server alive at a time",
+        f"* measured: {_period(result)}; load before the run: {facts['load_before']}; {rounds} interleaved rounds, one server alive at a time",
         f"* machine: {facts['machine']}",
-        f"* targets: {targets}",
-        "* times better: the median over pairs of the same round (above 1: kvd is better, for rates and for times), with the bootstrap's 95 % interval; of fewer",
-        "  than six pairs their range",
+        f"* kvd: commit {facts['commit'] or 'unknown'} (`+`: changed since), build {facts['build']}; the same for every figure",
+        "* times better: the median of one pair a round (the median of its repeats; above 1: kvd is better, for rates and for times), with the bootstrap's 95 % interval;",
+        "  of fewer than six rounds their range",
+        "",
+        "| target | what it is | started by |",
+        "|---|---|---|",
+        *(f"| {name} | {target['version']} | {_started(target)} |" for name, target in result.targets.items()),
         "",
     ]
     for heading, rows in judged.items():
@@ -149,7 +156,9 @@ def page(result: Result, sections: Mapping[str, Sequence[Claim]], *, command: st
     lines += ["## Where kvd is behind", ""]
     for heading, rows in judged.items():
         lines += [f"{heading}:", "", *_behind(rows), ""]
-    lines += ["## How to measure", "", *_HOW_TO, "", "## All figures", "", *_starts(result), *_all_figures(result), *_notes(result)]
+    lines += ["## How to measure", "", *_HOW_TO, "", "## All figures", "", *_starts(result), *_all_figures(result)]
+    if notes := _notes(result):
+        lines += ["## Notes", "", *(f"* {_FOLDERS.sub('', note)[:400]}" for note in notes)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -172,12 +181,36 @@ def _behind(judged: Sequence[Judged]) -> list[str]:
         if each.ratio is not None and each.ratio.mean < 1 and each.claim.against is None:
             lines.append(f"* {each.claim.text}: {each.peer} is better, {1 / each.ratio.mean:.2f} times.")
         elif each.holds is False:
-            reached = "" if each.ratio is None else f": {each.ratio.mean:.2f} of the wanted {each.claim.least:.2f}"
-            lines.append(f"* {each.claim.text} misses what was wanted{reached}.")
+            lines.append(f"* {each.claim.text} misses what was wanted: {_reached(each)}.")
     missing = [each.claim.text for each in judged if each.our_median is None]
     if missing:
         lines.append(f"* Not measured: {'; '.join(missing)}.")
     return lines or ["Nowhere in these rows."]
+
+
+def _reached(judged: Judged) -> str:
+    claim = judged.claim
+    if judged.ratio is not None:
+        return f"{judged.ratio.mean:.2f} of the wanted {claim.least:.2f}"
+    return f"{_figure(judged.our_median or 0.0)} {METRICS[claim.metric].unit} where at most {claim.bound:g} were wanted"
+
+
+def _started(target: Mapping[str, Any]) -> str:
+    command = _FOLDERS.sub("", target["command"]).replace("|", "\\|")
+    return f"`{command}`" if command else "others"
+
+
+def _period(result: Result) -> str:
+    """From the first to the last measurement, UTC."""
+    times = [each["at_unix_s"] for each in result.samples]
+    if not times:
+        return str(result.facts["date"])
+    first, last = (dt.datetime.fromtimestamp(at_s, dt.UTC) for at_s in (min(times), max(times)))
+    return (
+        f"{first:%Y-%m-%d %H:%M} to {last:%H:%M} UTC"
+        if first.date() == last.date()
+        else f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC"
+    )
 
 
 def _starts(result: Result) -> list[str]:
@@ -210,9 +243,16 @@ def _all_figures(result: Result) -> Iterator[str]:
 
 
 def _notes(result: Result) -> list[str]:
-    notes = [*result.warnings(), *uneven_prompts(result)]
-    notes += [f"{each['target']}, {each['key']}: failed: {each['error'][:200]}" for each in result.failures]
-    return ["## Notes", "", *(f"* {note}" for note in notes)] if notes else []
+    """What a reader must know besides the figures."""
+    notes = [*result.warnings(), *untold_hits(result), *uneven_prompts(result)]
+    notes += [
+        f"{each['target']}, {each['key']}, round {each['round'] + 1}, repeat {each['repeat'] + 1}: failed: {each['error']}"
+        for each in result.failures
+    ]
+    if result.recovered:
+        names = ", ".join(sorted({each["target"] for each in result.recovered}))
+        notes.append(f"{len(result.recovered)} measurements failed and succeeded when the run was gone on with ({names})")
+    return notes
 
 
 def _cost_rows(result: Result, key: str, targets: Sequence[str]) -> list[tuple[str, ...]]:
@@ -247,6 +287,10 @@ def _figure(value: float) -> str:
 
 def _bound(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "?"
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 4) if math.isfinite(value) else None
 
 
 def _mark(holds: bool | None) -> str:

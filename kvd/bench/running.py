@@ -6,12 +6,14 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from kvd.bench.build import build
 from kvd.bench.launching import Launched
 from kvd.bench.machine import Watch, resident_bytes
-from kvd.bench.measuring import BenchError, Measured, Server
+from kvd.bench.measuring import BenchError, Measured, OtherRunError, Server
 from kvd.bench.plan import Point
 from kvd.bench.prompts import seed_of
 from kvd.bench.restart import restart
@@ -24,13 +26,17 @@ _POLL_S = 0.1
 
 @dataclass(slots=True)
 class Target:
-    """A server that is measured: how it is spoken to and, where the benchmark starts it, its process."""
+    """A server that is measured: how it is spoken to and, where the benchmark starts it, its process.
+
+    ``command`` is how a result tells that it was started: without what is another at each run, such as a temporary folder.
+    """
 
     name: str
     server: Server
     url: str
     launched: Launched | None = None
     pid: int | None = None
+    command: str = ""
     is_warm: bool = False
 
     async def server_pid(self) -> int | None:
@@ -94,16 +100,19 @@ class Runner:
         """Everything in order.
 
         Raises:
-            BenchError: a target is gone or refuses, and the runner does not keep going.
+            BenchError: a target is gone or refuses, and the runner does not keep going; or a server outlives SIGKILL.
+            OtherRunError: a target is not the one that the result has samples of, or the code of kvd is not what it was when the result was begun.
         """
-        try:
-            for target, places in self._visits():
-                await self._visit(target, places)
-        finally:
+        async with AsyncExitStack() as stack:
             for target in self.targets:
+                stack.push_async_callback(target.server.aclose)
                 if target.launched is not None:
-                    target.launched.kill()
-                await target.server.aclose()
+                    stack.callback(target.launched.kill)
+            visits = self._visits()
+            if not visits:
+                self.progress.said("nothing is left to measure")
+            for target, places in visits:
+                await self._visit(target, places)
         return self.result
 
     # --------------------------------------------------------------------------------------------------------- order
@@ -145,7 +154,7 @@ class Runner:
                     await self._prepare(target)
                     await self._measure(target, entry.point, place)
                 except BenchError as error:
-                    if not self.keeps_going:
+                    if not self.keeps_going or isinstance(error, OtherRunError):
                         raise
                     self._fail(target, place, error)
                 self.progress.advanced(1)
@@ -157,6 +166,8 @@ class Runner:
         """A server that answers, is warm, and whose sentences are counted."""
         launched = target.launched
         if launched is not None and launched.pid is None:
+            if build() != self.result.facts["build"]:
+                raise OtherRunError("the code of kvd has changed since the result was begun: give another --out")
             self.progress.said(f"{target.name}: starting")
             ready_s = await launched.start(target.server)
             start = {"target": target.name, "ready_s": round(ready_s, 3), "peak_unshared_bytes": launched.peak_start_bytes}
@@ -165,12 +176,20 @@ class Runner:
         elif launched is None:
             await self._await_ready(target)
         if not target.is_warm:
-            if target.name not in self.result.targets:
-                self.result.targets[target.name] = {"url": target.url, "version": await target.server.version()}
+            await self._identify(target)
             await warm_up(target.server, self.warmup_requests)
             target.is_warm = True
         if self.result.sizing is None:
             self.result.sizing = await measure_sizing(target.server)
+
+    async def _identify(self, target: Target) -> None:
+        """Note what the target is; refuse to go on with another one under its name. Where a server is started, its address may be another each time."""
+        found = {"url": target.url, "version": await target.server.version(), "command": target.command}
+        known = self.result.targets.setdefault(target.name, found)
+        for what in ("version", "command") if target.launched is not None else ("version", "command", "url"):
+            if known[what] != found[what]:
+                then, now = (each[what] or "a server that was there already" for each in (known, found))
+                raise OtherRunError(f"{target.name} was measured as {then}, and now it is {now}: give another --out")
 
     async def _await_ready(self, target: Target) -> None:
         until_s = time.monotonic() + self.wait_s
@@ -189,8 +208,8 @@ class Runner:
             measured = await self._run(target, setting)
         measured.metrics |= await target.server.figures()
         pid = await target.server_pid()
-        same = {"key": place.key, "target": place.target, "round": place.round}
-        self.result.failures[:] = [each for each in self.result.failures if {name: each[name] for name in same} != same]
+        self.result.recovered += [each for each in self.result.failures if place.is_of(each)]
+        self.result.failures[:] = [each for each in self.result.failures if not place.is_of(each)]
         self.result.samples.append(
             {
                 "key": place.key,
@@ -225,7 +244,7 @@ class Runner:
     def _fail(self, target: Target, place: Place, error: BenchError) -> None:
         """Note it, and give the next measurement a server that knows nothing of it."""
         self.progress.said(f"{target.name}: {place.key} failed: {error}")
-        self.result.failures.append({"key": place.key, "target": target.name, "round": place.round, "error": str(error)})
+        self.result.failures.append({**asdict(place), "error": str(error)})
         if target.launched is not None:
             target.launched.kill()
         self._save()

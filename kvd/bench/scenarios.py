@@ -60,7 +60,8 @@ async def prefill(server: Server, setting: Setting) -> Measured:
     else:
         answers, wall_s = await together(server, asks, point.concurrency)
         rate = sum(each.prompt_tokens for each in answers) / wall_s
-    return Measured({"prefill_tokens_per_s": rate, "ttft_s": _median(each.ttft_s for each in answers)}, answers, _warm_warnings(answers))
+    metrics = {"prefill_tokens_per_s": rate, "ttft_s": _median(each.ttft_s for each in answers)}
+    return Measured(metrics, answers, warm_warnings(answers) + short_warnings(asks, answers))
 
 
 async def decode(server: Server, setting: Setting) -> Measured:
@@ -68,11 +69,13 @@ async def decode(server: Server, setting: Setting) -> Measured:
     point = setting.point
     asks = [Ask(prompts.alone(prompts.story(f"{setting.seed}/{number}")), point.output_tokens) for number in range(point.requests)]
     answers, _ = await together(server, asks, point.concurrency)
+    if not all(each.arrivals for each in answers):
+        raise BenchError("an answer came without any text: there is no moment in which all streams ran")
     begin_s, end_s = max(each.arrivals[0] for each in answers), min(each.arrivals[-1] for each in answers)
     if end_s <= begin_s:
         raise BenchError("no moment in which all streams ran: the answers are too short, or the target serves fewer requests at once")
     rate = sum(each.tokens_within(begin_s, end_s) for each in answers) / (end_s - begin_s)
-    return Measured({"decode_tokens_per_s": rate, **_gaps(answers)}, answers, _length_warnings(answers, point))
+    return Measured({"decode_tokens_per_s": rate, **_gaps(answers)}, answers, short_warnings(asks, answers))
 
 
 async def shared_prefix(server: Server, setting: Setting) -> Measured:
@@ -93,19 +96,19 @@ async def shared_prefix(server: Server, setting: Setting) -> Measured:
             **_hit_rate(answers),
         },
         answers,
-        _length_warnings(answers, point),
+        ([] if point.primed else warm_warnings([coldest(answers)])) + short_warnings(asks, answers),
     )
 
 
 async def prefix_hit(server: Server, setting: Setting) -> Measured:
     """TTFT of a system prompt's first question, and the median of later ones."""
     point, system = setting.point, setting.system()
-    answers = [
-        await server.ask(Ask(prompts.chat(system, prompts.question(f"{setting.seed}/{number}", 1)), point.output_tokens))
-        for number in range(point.requests)
+    asks = [
+        Ask(prompts.chat(system, prompts.question(f"{setting.seed}/{number}", 1)), point.output_tokens) for number in range(point.requests)
     ]
+    answers = [await server.ask(ask) for ask in asks]
     metrics = {"cold_ttft_s": answers[0].ttft_s, "hit_ttft_s": _median(each.ttft_s for each in answers[1:])}
-    return Measured(metrics | _hit_rate(answers[1:]), answers, _warm_warnings(answers[:1]))
+    return Measured(metrics | _hit_rate(answers[1:]), answers, warm_warnings(answers[:1]) + short_warnings(asks, answers))
 
 
 async def mixed(server: Server, setting: Setting) -> Measured:
@@ -119,8 +122,8 @@ async def mixed(server: Server, setting: Setting) -> Measured:
         for number, long in enumerate(is_long)
     ]
     answers, wall_s = await together(server, asks, point.concurrency)
-    short = [each for each, long in zip(answers, is_long, strict=True) if not long]
-    long_ttft = {"long_ttft_s": _median(each.ttft_s for each, long in zip(answers, is_long, strict=True) if long)} if any(is_long) else {}
+    short, long = ([each for each, is_one in zip(answers, is_long, strict=True) if is_one is wanted] for wanted in (False, True))
+    long_ttft = {"long_ttft_s": _median(each.ttft_s for each in long)} if long else {}
     return Measured(
         {
             "output_tokens_per_s": sum(each.completion_tokens for each in answers) / wall_s,
@@ -129,6 +132,7 @@ async def mixed(server: Server, setting: Setting) -> Measured:
             **_gaps(short),
         },
         answers,
+        warm_warnings(long) + short_warnings(asks, answers),
     )
 
 
@@ -136,12 +140,14 @@ async def multi_turn(server: Server, setting: Setting) -> Measured:
     """Conversations with a system prompt of their own; each turn holds the answers that came before."""
     point = setting.point
     by_turn: list[list[Answer]] = [[] for _ in range(point.turns)]
+    asks: list[Ask] = []
 
     async def user(number: int) -> None:
         messages = [{"role": "system", "content": setting.system(number)}]
         for turn in range(point.turns):
             messages = [*messages, {"role": "user", "content": prompts.question(f"{setting.seed}/{number}/{turn}", 1)}]
-            answer = await server.ask(Ask(messages, point.output_tokens))
+            asks.append(ask := Ask(messages, point.output_tokens))
+            answer = await server.ask(ask)
             messages = [*messages, {"role": "assistant", "content": answer.text}]
             by_turn[turn].append(answer)
 
@@ -160,7 +166,7 @@ async def multi_turn(server: Server, setting: Setting) -> Measured:
     }
     if later:
         metrics |= {"second_turn_ttft_s": _median(each.ttft_s for each in by_turn[1]), **_hit_rate(later)}
-    return Measured(metrics, answers, _warm_warnings(by_turn[0]))
+    return Measured(metrics, answers, warm_warnings(by_turn[0]) + short_warnings(asks, answers))
 
 
 Scenario = Callable[[Server, Setting], Awaitable[Measured]]
@@ -218,12 +224,18 @@ def _hit_rate(answers: Sequence[Answer]) -> dict[str, float]:
     return {"hit_rate": sum(each.cached_tokens or 0 for each in known) / asked} if asked else {}
 
 
-def _warm_warnings(answers: Sequence[Answer]) -> list[str]:
+def coldest(answers: Sequence[Answer]) -> Answer:
+    """Of requests on a prefix that nobody had seen: the one that had to compute it, whichever came first."""
+    return min(answers, key=lambda each: each.cached_tokens or 0)
+
+
+def warm_warnings(answers: Sequence[Answer]) -> list[str]:
     """A prompt that was meant to be new and was not: of 64 tokens the template may account."""
     worst = max((each.cached_tokens or 0 for each in answers), default=0)
     return [f"{worst} tokens of a prompt that should be new were cached: give another --seed"] if worst > 64 else []
 
 
-def _length_warnings(answers: Sequence[Answer], point: Point) -> list[str]:
-    short = sum(each.completion_tokens < point.output_tokens * point.n for each in answers)
+def short_warnings(asks: Sequence[Ask], answers: Sequence[Answer]) -> list[str]:
+    """Answers that ended early: their rates are of less work than was asked for. All asks have the same length where they are in another order than the answers."""
+    short = sum(answer.completion_tokens < ask.max_tokens * ask.n for ask, answer in zip(asks, answers, strict=True))
     return [f"{short} of {len(answers)} answers were shorter than asked: the target ignores ignore_eos"] if short else []

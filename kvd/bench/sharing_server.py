@@ -7,6 +7,8 @@ import itertools
 from dataclasses import replace
 from typing import Literal
 
+from kvd_client.errors import KvdError
+
 from kvd.bench.kvd_server import KvdServer
 from kvd.bench.measuring import Answer, Ask
 
@@ -25,7 +27,7 @@ class SharingServer(KvdServer):
         self._sharing = sharing
         self._salts = itertools.count()
         self._under_way = 0
-        self._peak_blocks = 0.0
+        self._peak_blocks: float | None = 0.0
         self._poller: asyncio.Task[None] | None = None
 
     async def ask(self, ask: Ask) -> Answer:
@@ -45,14 +47,19 @@ class SharingServer(KvdServer):
         return next(self._salts).to_bytes(8, "little") if self._sharing == "off" else b""
 
     async def figures(self) -> dict[str, float]:
-        """The most blocks that requests held at once since the last call."""
+        """The most blocks that requests held at once since the last call; nothing where the daemon did not tell all the time."""
         peak, self._peak_blocks = self._peak_blocks, 0.0
         return {"peak_blocks": peak} if peak else {}
 
     async def _poll(self) -> None:
         while self._under_way:
-            blocks = (await self._client.status()).get("blocks") or {}
-            self._peak_blocks = max(self._peak_blocks, float(blocks.get("used", 0)))
+            try:
+                blocks = (await self._client.status()).get("blocks") or {}
+            except KvdError:
+                self._peak_blocks = None
+                return
+            if self._peak_blocks is not None:
+                self._peak_blocks = max(self._peak_blocks, float(blocks.get("used", 0)))
             await asyncio.sleep(_POLL_S)
 
 

@@ -42,7 +42,9 @@ class Sweep:
         """
         match self.kind:
             case "block-size":
-                return [self._target(f"block-{size}", ("--block-size-tokens", str(size))) for size in self.values]
+                # The native kernels have one block size: a sweep that took them where it can would compare kernels.
+                sizes = [("--kernels", "torch", "--block-size-tokens", str(size)) for size in self.values]
+                return [self._target(f"block-{size[-1]}", size) for size in sizes]
             case "head-dim":
                 return [self._target(f"head-{size}", ("--model", str(self._model(size)))) for size in self.values]
             case _:
@@ -62,9 +64,9 @@ class Sweep:
         endpoint = f"ipc://{self.root}/{name}.sock"
         words = [sys.executable, "-m", "kvd", "serve", "--no-persist", "--state-dir", str(self.root / name), "--listen", endpoint]
         command = shlex.join([*words, *self.arguments, *arguments])
-        return Target(
-            name, server(endpoint), endpoint, Launched(name, command, self.root / f"{name}.log", ready_timeout_s=_READY_TIMEOUT_S)
-        )
+        launched = Launched(name, command, self.root / f"{name}.log", ready_timeout_s=_READY_TIMEOUT_S)
+        shown = shlex.join(["kvd", "serve", "--no-persist", *self.arguments, *arguments]).replace(f"{self.root}/", "")
+        return Target(name, server(endpoint), endpoint, launched, command=shown)
 
     def _model(self, head_dim: int) -> Path:
         try:

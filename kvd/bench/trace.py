@@ -1,7 +1,8 @@
 """The scenario ``trace``: requests of a recorded trace at their times, with its lengths and its shared prefixes.
 
 The format is that of the Mooncake traces (FAST '25): a JSON object a line with ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens) and ``hash_ids``,
-the chained identities of the prompt's blocks of 512 tokens. A trace has no text: each block gets sentences drawn by its id.
+the chained identities of the prompt's blocks of 512 tokens. A trace has no text: each block gets sentences drawn by its id and by the
+place in the plan: no block is known from an earlier replay.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from pathlib import Path
 
 from kvd.bench import prompts
 from kvd.bench.measuring import Answer, Ask, BenchError, Measured, Server
-from kvd.bench.prompts import Sizing
 from kvd.bench.ratios import percentile
-from kvd.bench.scenarios import Setting
+from kvd.bench.scenarios import Setting, coldest, short_warnings, warm_warnings
 
 BLOCK_TOKENS = 512
 
@@ -78,24 +78,26 @@ def best_hit_rate(requests: Sequence[TraceRequest]) -> float:
     return found / asked
 
 
-def ask_of(request: TraceRequest, place: str, sizing: Sizing, length_scale: float) -> Ask:
+def ask_of(request: TraceRequest, number: int, setting: Setting) -> Ask:
     """A request's text, every length times ``length_scale``; what follows its full blocks is its own."""
-    per_block = max(1, round(BLOCK_TOKENS * length_scale / sizing.sentence_tokens))
-    system = prompts.joined([prompts.block(block_id, per_block) for block_id in request.block_ids])
-    rest = max(1, round(request.rest_tokens * length_scale / sizing.sentence_tokens))
-    user = prompts.question(place, rest)
-    return Ask(prompts.chat(system, user) if system else prompts.alone(user), max(1, round(request.output_tokens * length_scale)))
+    sentences_a_token = setting.point.length_scale / setting.sizing.sentence_tokens
+    per_block = max(1, round(BLOCK_TOKENS * sentences_a_token))
+    system = prompts.joined([prompts.block(setting.seed, block_id, per_block) for block_id in request.block_ids])
+    user = prompts.question(f"{setting.seed}/{number}", max(1, round(request.rest_tokens * sentences_a_token)))
+    return Ask(
+        prompts.chat(system, user) if system else prompts.alone(user), max(1, round(request.output_tokens * setting.point.length_scale))
+    )
 
 
 async def replay(server: Server, setting: Setting) -> Measured:
     """Each request at its time, whatever the ones before it do. ``late_s`` is how late the driver itself was, its 99th percentile."""
     point = setting.point
     requests = read_trace(Path(point.trace), point.requests)
+    asks = [ask_of(request, number, setting) for number, request in enumerate(requests)]
     began_s = time.perf_counter() + 0.05
     lateness: list[float] = []
 
-    async def one(number: int, request: TraceRequest) -> Answer:
-        ask = ask_of(request, f"{setting.seed}/{number}", setting.sizing, point.length_scale)
+    async def one(request: TraceRequest, ask: Ask) -> Answer:
         due_s = began_s + request.at_s * point.time_scale
         await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
         lateness.append(max(0.0, time.perf_counter() - due_s))
@@ -103,7 +105,7 @@ async def replay(server: Server, setting: Setting) -> Measured:
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(number, request)) for number, request in enumerate(requests)]
+            tasks = [group.create_task(one(request, ask)) for request, ask in zip(requests, asks, strict=True)]
     except* BenchError as errors:
         raise errors.exceptions[0] from None
     answers = [task.result() for task in tasks]
@@ -118,4 +120,12 @@ async def replay(server: Server, setting: Setting) -> Measured:
     }
     if known:
         metrics["hit_rate"] = sum(each.cached_tokens or 0 for each in known) / sum(each.prompt_tokens for each in known)
-    return Measured(metrics, answers)
+    return Measured(metrics, answers, warm_warnings(_first_of_each(requests, answers)) + short_warnings(asks, answers))
+
+
+def _first_of_each(requests: Sequence[TraceRequest], answers: Sequence[Answer]) -> list[Answer]:
+    """Of all requests that begin with the same block the one that found least: somebody must have computed it. Those without a block are each their own."""
+    groups: dict[tuple[int, ...] | int, list[Answer]] = {}
+    for number, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        groups.setdefault(request.block_ids[:1] or number, []).append(answer)
+    return [coldest(group) for group in groups.values()]

@@ -133,13 +133,14 @@ def run_command(*, connection: Connection, as_json: bool, plot_file: Path | None
 async def _run(connection: Connection, logs: Path, options: Mapping[str, Any]) -> Result:
     """Within a loop from the start: the clients belong to it."""
     from kvd.bench.plan import expand
+    from kvd.bench.results import open_result
     from kvd.bench.running import Entry, Runner
 
     names = ("concurrency", "prompt_tokens", "prefix_tokens", "output_tokens", "requests", "turns", "cold", "time_scale", "length_scale")
     trace = str(options["trace_file"] or "")
     points = expand(options["scenarios"], trace=trace, **{name: options[name] for name in names})
     out: Path | None = options["out"]
-    result = begun_result(out, options["seed"])
+    result = open_result(out, options["seed"])
     targets = make_targets(connection, logs, options)
     runner = Runner(
         [Entry(point, repeats=options["repeats"]) for point in points],
@@ -153,13 +154,6 @@ async def _run(connection: Connection, logs: Path, options: Mapping[str, Any]) -
         wait_s=options["wait_s"],
     )
     return await with_progress(runner)
-
-
-def begun_result(out: Path | None, seed: int) -> Result:
-    """A new result, or that of a file which is gone on with."""
-    from kvd.bench.results import Result, read_result
-
-    return read_result(out) if out is not None and out.exists() else Result.begun(seed)
 
 
 def make_targets(connection: Connection, logs: Path, options: Mapping[str, Any]) -> list[Target]:
@@ -179,7 +173,8 @@ def make_targets(connection: Connection, logs: Path, options: Mapping[str, Any])
         launched = None
         if name in commands:
             launched = Launched(name, commands[name], logs / f"{len(targets)}.log", ready_timeout_s=_READY_TIMEOUT_S)
-        targets.append(Target(name, server, url or "the default endpoint", launched, int(pids[name]) if name in pids else None))
+        pid = int(pids[name]) if name in pids else None
+        targets.append(Target(name, server, url or "the default endpoint", launched, pid, commands.get(name, "")))
     return targets
 
 
@@ -284,6 +279,7 @@ def sweep_command(*, kind: str, as_json: bool, **options: Any) -> int:
 
 
 async def _sweep(kind: str, root: Path, options: Mapping[str, Any]) -> Result:
+    from kvd.bench.results import open_result
     from kvd.bench.running import Runner
     from kvd.bench.sweeps import DEFAULTS, Sweep
 
@@ -291,5 +287,5 @@ async def _sweep(kind: str, root: Path, options: Mapping[str, Any]) -> Result:
     arguments = (*model, "--executor", options["executor"], "--kv-memory", options["kv_memory"])
     sweep = Sweep(kind, options["values"] or DEFAULTS[kind], arguments, root)
     entries = sweep.entries(prefix_tokens=options["prefix_tokens"], output_tokens=options["output_tokens"], width=options["width"])
-    runner = Runner(entries, sweep.targets(), options["rounds"], begun_result(options["out"], options["seed"]), out=options["out"])
+    runner = Runner(entries, sweep.targets(), options["rounds"], open_result(options["out"], options["seed"]), out=options["out"])
     return await with_progress(runner)

@@ -10,21 +10,17 @@ it is stopped and continued in turn, the processor time that it took is measured
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
+from neighbour import busy_neighbour
 
 from kvd.bench.ratios import median_ratio
+from kvd.executor.host_cores import compute_threads
 from kvd.executor.kernels.cpu import native
 
 SHAPES = {
@@ -77,7 +73,7 @@ def seconds(call: Callable[[int], object], copies: range) -> float:
 
 def read_gb_per_s() -> float:
     """A plain read of memory by all threads: what the memory gives."""
-    parts = [np.ones(COLD_BYTES // 8, np.int64) for _ in range(native.num_usable_cores())]
+    parts = [np.ones(COLD_BYTES // 8, np.int64) for _ in range(compute_threads(0))]
     best = float("inf")
     with ThreadPoolExecutor(len(parts)) as threads:
         for _ in range(10):
@@ -109,22 +105,6 @@ def compare_shapes(model: str, fmt: str, rounds: int) -> None:
             print(f"| {name} {shape[0]}x{shape[1]} | {rows} | {figures} |", flush=True)
 
 
-@contextlib.contextmanager
-def busy_neighbour() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        process.send_signal(signal.SIGSTOP)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def processor_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def per_second(call: Callable[[int], object], copies: int) -> float:
     """Calls a second over one window."""
     start = time.perf_counter()
@@ -139,7 +119,6 @@ def compare_beside_neighbour(fmt: str, rounds: int) -> None:
     print("\n| rows | side | processor time taken by the neighbour | throughput beside it / without | of what the lost time explains |")
     print("|---|---|---|---|---|")
     weights = weights_of(fmt, (3072, 576))
-    cores = native.num_usable_cores()
     with busy_neighbour() as neighbour:
         for rows in (1, 16, 512):
             x = torch.randn(rows, 576).to(DTYPES[fmt])
@@ -147,15 +126,11 @@ def compare_beside_neighbour(fmt: str, rounds: int) -> None:
                 ratios, explained, lost = [], [], []
                 for _ in range(rounds):
                     alone = per_second(call, len(weights.packed))
-                    before = processor_seconds(neighbour.pid)
-                    neighbour.send_signal(signal.SIGCONT)
-                    start = time.perf_counter()
-                    beside = per_second(call, len(weights.packed))
-                    neighbour.send_signal(signal.SIGSTOP)
-                    share = (processor_seconds(neighbour.pid) - before) / (time.perf_counter() - start) / cores
-                    lost.append(share)
+                    with neighbour.running() as taken:
+                        beside = per_second(call, len(weights.packed))
+                    lost.append(taken.share)
                     ratios.append(beside / alone)
-                    explained.append(beside / alone / (1 - share))
+                    explained.append(beside / alone / (1 - taken.share))
                 mean_lost = sum(lost) / len(lost)
                 print(f"| {rows} | {name} | {mean_lost:.0%} | {median_ratio(ratios)} | {median_ratio(explained)} |", flush=True)
 

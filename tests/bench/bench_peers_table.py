@@ -5,7 +5,8 @@
 
 kvd itself is started by this script: ``kvd`` (its own endpoint), ``kvd-gateway`` (the same daemon behind ``kvd gateway``) and, where a peer serves quantised
 weights, ``kvd-q41``; ``--serve`` and ``--serve-quantised`` have the arguments of ``kvd serve``. A server is started, measured and killed before the next one
-starts. The result is written after each measurement: run the same command again, with more rounds if wanted, and it goes on. ``--only NAME=ROW,ROW`` leaves out
+starts. The result is written after each measurement: run the same command again, with more rounds if wanted, and it goes on, on the same machine, with the same
+code of kvd and the same commands; anything else is refused. A target that is added later has pairs in the rounds after that. ``--only NAME=ROW,ROW`` leaves out
 rows that a target is known to lose or takes minutes for. Exec to first token is held against the first ``--peer``. ``--page-only`` writes the page from what there is.
 """
 
@@ -17,15 +18,17 @@ import contextlib
 import shlex
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvd.bench.kvd_server import KvdServer
 from kvd.bench.launching import Launched
+from kvd.bench.measuring import BenchError
 from kvd.bench.openai_server import OpenAiServer
 from kvd.bench.plan import Point
 from kvd.bench.plot import plot
-from kvd.bench.report import Claim, page, text_tables
-from kvd.bench.results import Result, read_result
+from kvd.bench.report import PEAK_MEMORY, Claim, page, text_tables
+from kvd.bench.results import Result, open_result, read_result
 from kvd.bench.running import Entry, Progress, Runner, Target
 
 # The restart comes first: it finds the state of a daemon that holds one system prompt.
@@ -51,7 +54,14 @@ REPEATS = {"decode-1": 3, "decode-8": 2, "decode-16": 2, "shared-16": 2, "hit": 
 
 def main() -> None:
     options = parsed()
-    result = read_result(options.out) if options.out.exists() else Result.begun(options.seed)
+    try:
+        run(options)
+    except BenchError as error:
+        sys.exit(f"bench_peers_table: {error}")
+
+
+def run(options: argparse.Namespace) -> None:
+    result = read_result(options.out) if options.page_only else open_result(options.out, options.seed)
     if not options.page_only:
         if options.logs:
             options.logs.mkdir(parents=True, exist_ok=True)
@@ -68,10 +78,10 @@ def main() -> None:
         options.page.write_text(text, encoding="utf-8")
 
 
-def parsed() -> argparse.Namespace:
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--serve", default="--dtype bfloat16 --kv-memory 512MiB", metavar="ARGUMENTS", help="of kvd serve")
+    add("--serve", default="--dtype bfloat16 --weights dequantised --kv-memory 512MiB", metavar="ARGUMENTS", help="of kvd serve")
     add("--serve-quantised", default="--kv-memory 512MiB", metavar="ARGUMENTS", help="of kvd serve for the quantised weights")
     add("--gateway-port", type=int, default=8190, help="0: kvd is not measured through its gateway")
     add("--peer", action="append", default=[], metavar="NAME=URL")
@@ -87,7 +97,7 @@ def parsed() -> argparse.Namespace:
     add("--page", type=Path)
     add("--page-only", action="store_true")
     add("--logs", type=Path, help="a folder for the servers' output")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     for name in ("peer", "peer_quantised", "server_command", "only"):
         setattr(options, name, dict(each.split("=", 1) for each in getattr(options, name)))
     options.ours = {"kvd": ""} | ({"kvd-gateway": f"http://127.0.0.1:{options.gateway_port}"} if options.gateway_port else {})
@@ -103,14 +113,17 @@ def start_ourselves(options: argparse.Namespace, root: Path) -> None:
     kvd = f"{shlex.quote(sys.executable)} -m kvd"
     serve = f"{kvd} serve --listen {endpoint} --state-dir {root}/$KVD_BENCH_VISIT"
     options.ours["kvd"] = endpoint
+    options.shown = {"kvd": f"kvd serve {options.serve}"}
     options.server_command |= {"kvd": f"exec {serve} {options.serve}"}
     if options.gateway_port:
         options.server_command["kvd-gateway"] = (
             f"{serve} {options.serve} & exec {kvd} gateway --connect {endpoint} --port {options.gateway_port}"
         )
+        options.shown["kvd-gateway"] = f"kvd serve {options.serve} & kvd gateway"
     if options.ours_quantised:
         options.ours_quantised["kvd-q41"] = endpoint
         options.server_command["kvd-q41"] = f"exec {serve} {options.serve_quantised}"
+        options.shown["kvd-q41"] = f"kvd serve {options.serve_quantised}"
 
 
 async def measure(options: argparse.Namespace, result: Result, logs: Path) -> Result:
@@ -141,7 +154,7 @@ def target_of(name: str, url: str, options: argparse.Namespace, logs: Path) -> T
     server = OpenAiServer(url, timeout_s=options.timeout) if is_http else KvdServer(url, timeout_s=options.timeout)
     command = options.server_command.get(name)
     launched = Launched(name, command, logs / f"{name}.log", ready_timeout_s=options.timeout) if command else None
-    return Target(name, server, url, launched)
+    return Target(name, server, url, launched, command=options.shown.get(name, command or ""))
 
 
 def sections(options: argparse.Namespace) -> dict[str, list[Claim]]:
@@ -155,6 +168,7 @@ def sections(options: argparse.Namespace) -> dict[str, list[Claim]]:
         found[f"{name} against the better peer of each row, Q4_1 weights served quantised"] = [
             wanted("decode, 1 stream, tokens/s", "decode-1", "decode_tokens_per_s", name, quantised_peers, 1.3),
             wanted("decode, 16 streams, tokens/s", "decode-16", "decode_tokens_per_s", name, quantised_peers, 2.5),
+            peak_memory(name),
         ]
     return found
 
@@ -186,7 +200,13 @@ def claims(name: str, peers: tuple[str, ...]) -> list[Claim]:
         Claim("exec to READY after SIGKILL", ROWS["restart"].key, "ready_s", name, bound=2.5),
         wanted("exec to first token after SIGKILL, against the first peer", "restart", time, name, peers[:1], 10.0),
         wanted("exec to first token after SIGKILL, against the better peer", "restart", time, name, peers, None),
+        peak_memory(name),
     ]
+
+
+def peak_memory(name: str) -> Claim:
+    """Of a daemon by itself: the row is that of the restart, which the gateway has none of."""
+    return Claim("peak RssAnon + RssShmem, start and load, 512 MiB pool", ROWS["restart"].key, PEAK_MEMORY, name, bound=1.2)
 
 
 def wanted(text: str, row: str, metric: str, ours: str, peers: tuple[str, ...], least: float | None, *, own: str | None = None) -> Claim:

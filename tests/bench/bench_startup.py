@@ -3,8 +3,9 @@
     python tests/bench/bench_startup.py [--starts 7] [--kv-memory 512MiB] [--model FILE] [--json FILE]
 
 A daemon pins a system prompt of some 1,500 tokens. Then, as often as asked: SIGKILL, start, wait for READY, one chat on the prompt whose whole blocks must have come
-from disk. Times are those of a client that was there before; the breakdown is the line that the daemon logs at READY, its parts partly beside each other. Medians
-and ranges. Run it on a quiet machine: nearly all of a start is one thread's imports.
+from disk. Times are those of a client that was there before; the breakdown is the line that the daemon logs at READY, its parts partly beside each other.
+``peak_unshared_mib`` is RssAnon + RssShmem at their most until the answer was there. Medians and ranges. Run it on a quiet machine: nearly all of a start is one
+thread's imports.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from daemon_process import DaemonProcess
+from peak_memory import PeakMemory
 
 from kvd.bench.machine import machine, today
 
@@ -63,7 +65,7 @@ def _prepare(root: Path, flags: list[str]) -> None:
 
 def _start(root: Path, flags: list[str], number: int) -> dict[str, float]:
     """One start and its first answer; seconds and MiB by name."""
-    with DaemonProcess(root, *flags, fake=False) as daemon:
+    with DaemonProcess(root, *flags, fake=False) as daemon, PeakMemory(lambda: daemon.process.pid) as peak:
         ready_s = daemon.wait_ready()
         with daemon.client() as client:
             stream = client.chat(_question(number), stream=True, max_tokens=8, temperature=0.0)
@@ -73,7 +75,7 @@ def _start(root: Path, flags: list[str], number: int) -> dict[str, float]:
                 pass
             usage = stream.completion.usage
             assert usage.restored_tokens >= usage.prompt_tokens - 64, usage
-        memory = _memory(daemon.process.pid)
+        memory = {"peak_unshared_mib": peak.peak_bytes / 2**20, **_memory(daemon.process.pid)}
         record = next(record for record in map(_json, daemon.log().splitlines()) if record.get("event") == "ready")
         daemon.kill()
     parts = {name: value for name, value in record.items() if name.endswith("_s")}
@@ -89,7 +91,7 @@ def _json(line: str) -> dict[str, Any]:
 
 
 def _memory(pid: int) -> dict[str, float]:
-    """What the process has now, and the most that it had with files' pages counted; its anonymous pages only grow during a start."""
+    """What the process has now, and the most that it had with files' pages counted."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     return {f"{name}_mib": int(fields[name].split()[0]) / 1024 for name in MEMORY}
 

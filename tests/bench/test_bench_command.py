@@ -72,8 +72,10 @@ def test_a_daemon_and_its_gateway_in_turns(tmp_path):
     assert {each["baseline"] for each in found["ratios"]} == {"kvd"}
     assert plot.read_text().count("<polyline") >= 4
     assert again.returncode == Exit.OK
-    assert again.stderr == ""  # all of it was there already
+    assert again.stderr == "nothing is left to measure\n"
     assert "Times better than kvd" in again.stdout
+    other = bench("run", *scenarios, *targets, *SMALL, "--concurrency", "1,2", "--out", out, "--seed", "1")
+    assert (other.returncode, "measured with seed 0" in other.stderr) == (Exit.USAGE, True)
     report = bench("report", out)
     assert report.stdout == again.stdout
 

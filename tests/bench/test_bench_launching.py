@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -68,3 +69,33 @@ def test_an_address_that_is_taken_is_not_measured_by_mistake(tmp_path):
     with pytest.raises(BenchError, match="answers at its address already") as failure:
         asyncio.run(Launched("a", "true", tmp_path / "log", ready_timeout_s=1).start(FileServer(tmp_path / "ready")))
     assert failure.value.kind == "usage"
+
+
+def test_children_of_one_that_ended_early_die_too(tmp_path):
+    launched = Launched("a", f"sleep 60 & echo $! > {tmp_path}/child; exit 3", tmp_path / "log", ready_timeout_s=20)
+    with pytest.raises(BenchError, match="exit code 3"):
+        asyncio.run(launched.start(FileServer(tmp_path / "ready")))
+    assert not lives(int((tmp_path / "child").read_text()))
+
+
+def test_children_of_one_that_was_killed_by_others_die_too(tmp_path):
+    ready = tmp_path / "ready"
+    launched = Launched("a", f"sleep 60 & echo $! > {tmp_path}/child; touch {ready}; sleep 60", tmp_path / "log", ready_timeout_s=20)
+    asyncio.run(launched.start(FileServer(ready)))
+    os.kill(launched.pid, signal.SIGKILL)
+    launched.kill()
+    assert not lives(int((tmp_path / "child").read_text()))
+
+
+def test_one_that_does_not_die_is_said(tmp_path, monkeypatch):
+    ready = tmp_path / "ready"
+    launched = Launched("a", f"touch {ready}; sleep 60", tmp_path / "log", ready_timeout_s=20)
+    asyncio.run(launched.start(FileServer(ready)))
+    pid = launched.pid
+    with monkeypatch.context() as patched:
+        patched.setattr("kvd.bench.launching.os.kill", lambda *_: None)  # as if the kernel could not
+        patched.setattr("kvd.bench.launching._DIE_S", 0.1)
+        with pytest.raises(BenchError, match=f"a: processes .*{pid}.* outlive SIGKILL"):
+            launched.kill()
+    launched.kill()
+    assert not lives(pid)

@@ -131,12 +131,13 @@ ERROR = json.dumps({"error": {"message": "the prompt\nis too long", "type": "inv
         (chunked(events([delta("a")], end="")), "failed", r"without \[DONE\]"),
         (chunked(events(GOOD))[:-60], "failed", "broke off a stream"),
         (chunked(events(["{nonsense"])), "failed", "broke off a stream"),
+        (chunked(events(["5"])), "failed", "is no JSON object"),
         (CHUNKED.encode() + b"zz\r\n", "failed", "broke off a stream"),
         (chunked(events(GOOD[:-1])), "refused", "include_usage"),
         (b"SSH-2.0-OpenSSH\r\n", "unavailable", "no HTTP server"),
         (b"", "unavailable", "no HTTP server"),
     ],
-    ids=["400", "500", "error event", "no DONE", "cut", "no JSON", "no chunk", "no usage", "no HTTP", "closed"],
+    ids=["400", "500", "error event", "no DONE", "cut", "no JSON", "no object", "no chunk", "no usage", "no HTTP", "closed"],
 )
 def test_a_bad_answer_is_said_in_words(answer, kind, message):
     with pytest.raises(BenchError, match=message) as failure:

@@ -76,19 +76,43 @@ def test_a_prompt_that_was_seen_before_is_said():
     assert "another --seed" in run(Point("prefill", 600, 1, 1, 2), server).warnings[0]
 
 
+@pytest.mark.parametrize(
+    "point", [Point("shared-prefix", 600, 4, 4, 4, primed=False), Point("mixed", 600, 4, 1, 4)], ids=lambda point: point.scenario
+)
+def test_a_cold_run_on_a_warm_server_is_said(point):
+    server = ScriptedServer()
+    assert run(point, server).warnings == []
+    assert "another --seed" in run(point, server).warnings[0]
+
+
 def test_prompts_that_differ_share_only_their_first_words():
     one, two = (prompts.rules(f"0/{number}", 20).split() for number in range(2))
     assert next(index for index, (a, b) in enumerate(zip(one, two, strict=True)) if a != b) < 6
 
 
-def test_short_answers_are_said():
-    class Stingy(ScriptedServer):
+class Stingy(ScriptedServer):
+    """Answers with a token less than was asked for."""
+
+    async def ask(self, ask):
+        answer = await super().ask(ask)
+        answer.completion_tokens -= 1
+        return answer
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_short_answers_are_said(scenario):
+    assert "ignore_eos" in run(expand([scenario], **SETTINGS)[-1], Stingy()).warnings[0]
+
+
+def test_an_answer_without_text_has_no_moment_for_decode():
+    class Mute(ScriptedServer):
         async def ask(self, ask):
             answer = await super().ask(ask)
-            answer.completion_tokens -= 1
+            answer.arrivals, answer.pieces = [], []
             return answer
 
-    assert "ignore_eos" in run(Point("decode", 0, 8, 2, 2), Stingy()).warnings[0]
+    with pytest.raises(BenchError, match="without any text"):
+        run(Point("decode", 0, 4, 2, 2), Mute())
 
 
 def test_a_target_that_serves_fewer_streams_than_asked_has_no_moment_for_decode():
@@ -168,7 +192,8 @@ def test_a_trace_is_read_as_far_as_it_is_wanted(trace):
 
 
 def test_equal_blocks_of_a_trace_are_equal_text_and_the_rest_is_its_own(trace):
-    one, two, short = (ask_of(request, f"0/{number}", SIZING, 0.25) for number, request in enumerate(read_trace(trace, 3)))
+    setting = Setting(Point("trace", length_scale=0.25), "0", SIZING)
+    one, two, short = (ask_of(request, number, setting) for number, request in enumerate(read_trace(trace, 3)))
     assert one.messages[0] == two.messages[0]
     assert one.messages[1] != two.messages[1]
     assert one.max_tokens == 10
@@ -183,6 +208,30 @@ def test_a_trace_is_replayed_at_its_times(trace):
     assert [answer.asked_s - began_s >= at_s for answer, at_s in zip(measured.answers, (0, 0.06, 0.12), strict=True)] == [True] * 3
     assert measured.metrics["hit_rate"] > 0.3
     assert measured.metrics["late_s"] < 5
+
+
+def test_a_trace_is_new_in_every_round_and_the_same_for_every_target(trace):
+    point = Point("trace", requests=3, trace=str(trace), time_scale=0.0, length_scale=0.5)
+
+    def rate_and_warnings(server, seed):
+        measured = asyncio.run(replay(server, Setting(point, seed, SIZING)))
+        return measured.metrics["hit_rate"], measured.warnings
+
+    first, second = ScriptedServer(), ScriptedServer()
+    rate, warnings = rate_and_warnings(first, "0/0")
+    assert warnings == []
+    again, warnings = rate_and_warnings(first, "0/1")
+    assert warnings == []
+    assert again == pytest.approx(rate, abs=0.02)
+    assert rate_and_warnings(second, "0/0")[0] == rate
+    asked = [sorted(str(ask.messages) for ask in server.asked[:3]) for server in (first, second)]  # they all come at once
+    assert asked[0] == asked[1]
+    assert "another --seed" in rate_and_warnings(first, "0/0")[1][0]
+
+
+def test_short_answers_of_a_trace_are_said(trace):
+    point = Point("trace", requests=3, trace=str(trace), time_scale=0.0, length_scale=0.1)
+    assert "ignore_eos" in asyncio.run(replay(Stingy(), Setting(point, "0", SIZING))).warnings[0]
 
 
 @pytest.mark.parametrize(

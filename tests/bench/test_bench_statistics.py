@@ -57,11 +57,16 @@ def test_percentiles_lie_between_neighbours():
     assert percentile([3, 1, 2], 50) == 2
     assert percentile([0, 10], 99) == pytest.approx(9.9)
     assert percentile([7], 99) == 7
+    assert percentile([1.0, math.inf, math.inf], 99) == math.inf
+    assert percentile([1.0, 2.0, math.inf], 50) == 2.0
 
 
 def test_better_is_above_one_for_rates_and_for_times():
     assert METRICS["decode_tokens_per_s"].ratio(30, 20) == 1.5
     assert METRICS["ttft_s"].ratio(2.0, 3.0) == 1.5
+    assert METRICS["hit_rate"].ratio(0.5, 0.0) == math.inf
+    assert METRICS["hit_rate"].ratio(0.0, 0.5) == 0.0
+    assert METRICS["hit_rate"].ratio(0.0, 0.0) == 1.0
 
 
 def test_an_answers_times():
