@@ -1,6 +1,6 @@
 """What needs no torch begins before torch is imported: packing the weights and touching the pool's pages leave the interpreter alone, which the import holds.
 
-Here is guessed what ``assemble`` decides; where the guess was wrong, the work is thrown away and done again.
+Here is guessed what ``assemble`` decides; where the guess was wrong, the work is given up and done again.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ _ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 Progress = Callable[[int, int], None]
 
 
+class _UnwantedError(Exception):
+    """Ends loading what nobody will take."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Choice:
     dtype: str
@@ -45,6 +49,7 @@ class EarlyWeights:
         self._read = (0, 0)
         self._weights: NativeWeights | None = None
         self._error: BaseException | None = None
+        self._is_wanted = True
         self.was_taken = False
         self.loaded_s = 0.0
         """How long loading took, once it is over."""
@@ -56,8 +61,9 @@ class EarlyWeights:
         return self._thread.is_alive()
 
     def take(self, *, dtype: str, quantised: bool, num_threads: int, progress: Progress) -> NativeWeights | None:
-        """The weights, when they are there; None if they are not those that are wanted. Errors are those of ``load_native``."""
+        """The weights, when they are there; None, and nothing is kept of them, if others are wanted. Errors are those of ``load_native``."""
         if self._choice != _Choice(dtype, quantised, num_threads):
+            self.discard()
             return None
         self._listener = progress
         self.was_taken = True
@@ -67,6 +73,11 @@ class EarlyWeights:
         progress(*self._read)  # nobody listened while they were read
         weights, self._weights = self._weights, None
         return weights
+
+    def discard(self) -> None:
+        """Nobody will take them: loading ends with the tensor that it is at, and their memory goes."""
+        self._is_wanted = False  # first: ``_run`` looks at it after it has kept them
+        self._weights = None
 
     def _run(self) -> None:
         choice = self._choice
@@ -82,11 +93,17 @@ class EarlyWeights:
                 quantised=choice.quantised,
                 progress=self._tell,
             )
+            if not self._is_wanted:
+                self._weights = None
+        except _UnwantedError:
+            pass
         except BaseException as error:  # handed to the thread that takes
             self._error = error
         self.loaded_s = time.monotonic() - begun_s
 
     def _tell(self, done: int, total: int) -> None:
+        if not self._is_wanted:
+            raise _UnwantedError
         self._read = (done, total)
         if self._listener is not None:
             self._listener(done, total)
@@ -110,10 +127,9 @@ def begin(path: Path, spec: ModelSpec, model: ModelConfig, cache: CacheConfig, *
     if model.device not in ("auto", "cpu") or (model.device == "auto" and any(file.exists() for file in _ACCELERATORS)):
         return HeadStart()
     memory = _memory(cache.kv_memory)
-    isas = native.status().available_isas
-    if model.kernels == "torch" or not isas or spec.weights_format != "gguf":
+    if model.kernels == "torch" or spec.weights_format != "gguf" or native.why_not(spec.head_dim, cache.block_size_tokens):
         return HeadStart(memory=memory)
-    dtype = ("bfloat16" if "avx512" in isas else "float32") if model.dtype == "auto" else model.dtype
+    dtype = ("bfloat16" if "avx512" in native.status().available_isas else "float32") if model.dtype == "auto" else model.dtype
     if dtype not in ("float32", "bfloat16"):
         return HeadStart(memory=memory)
     from kvd.executor.models.weights.native import keeps_quantised

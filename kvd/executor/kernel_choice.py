@@ -9,10 +9,7 @@ import torch
 
 from kvd.config import ConfigError
 from kvd.executor.kernels.cpu import native
-from kvd.executor.native_kv_pool import BLOCK_SIZE_TOKENS
 
-_HEAD_DIM_STEP = 16
-_MAX_HEAD_DIM = 256
 _NUMBERS_VERSION = 1
 """Raised whenever the native kernels' sums change their order, so that blocks of before are not taken for blocks of now."""
 
@@ -37,12 +34,8 @@ def why_torch(setting: str, spec: HeadShape | None, device: torch.device, dtype:
         reason = f"device {device}"
     elif dtype not in (torch.float32, torch.bfloat16):
         reason = f"dtype {str(dtype).removeprefix('torch.')}; they compute float32 and bfloat16"
-    elif block_size_tokens != BLOCK_SIZE_TOKENS:
-        reason = f"block_size_tokens = {block_size_tokens}; they read blocks of {BLOCK_SIZE_TOKENS}"
-    elif spec is not None and (spec.head_dim % _HEAD_DIM_STEP or spec.head_dim > _MAX_HEAD_DIM):
-        reason = f"the model's head_dim is {spec.head_dim}; they take multiples of {_HEAD_DIM_STEP} up to {_MAX_HEAD_DIM}"
     else:
-        reason = native.status().reason
+        reason = native.why_not(None if spec is None else spec.head_dim, block_size_tokens)
     if reason and setting == "native":
         raise ConfigError(f"kernels = 'native': {reason}")
     return reason

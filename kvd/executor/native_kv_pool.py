@@ -12,11 +12,9 @@ from typing import Self
 import torch
 
 from kvd.config import ConfigError
+from kvd.executor.kernels.cpu.native import BLOCK_SIZE_TOKENS
 from kvd.executor.kv_pool import KvShape, PoolRows
 from kvd.executor.pool_memory import PoolMemory
-
-BLOCK_SIZE_TOKENS = 16
-"""The kernels' own block size."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _SCALE_BYTES = 4

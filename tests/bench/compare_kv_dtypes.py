@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from kvd.executor.attention.backend import AttentionRows
+from kvd.executor.host_cores import compute_threads
 from kvd.executor.input_batch import StepRows
-from kvd.executor.kernels.cpu import native
+from kvd.executor.kernels.cpu.native import BLOCK_SIZE_TOKENS
 from kvd.executor.models.inspect import inspect_model
 from kvd.executor.models.spec import fit_length
-from kvd.executor.native_kv_pool import BLOCK_SIZE_TOKENS, NativeKvPool
+from kvd.executor.native_kv_pool import NativeKvPool
 from kvd.executor.native_model import NativeModel, load_native_decoder
 from kvd.text.model import load_text_model
 
@@ -61,7 +62,7 @@ def main() -> None:
         spec,
         dtype=getattr(torch, options.dtype),
         quantised=False,
-        threads=native.num_usable_cores(),
+        threads=compute_threads(0),
         max_model_len=len(token_ids) + CHUNK,
         max_step_tokens=CHUNK,
         progress=lambda _done, _total: None,

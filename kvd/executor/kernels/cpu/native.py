@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from kvd.executor.host_cores import compute_threads
+
 ISA_VARIABLE = "KVD_CPU_ISA"
+BLOCK_SIZE_TOKENS = 16
+"""Positions of a block as the kernels read it."""
+_HEAD_DIM_STEP = 16
+_MAX_HEAD_DIM = 256
 
 
 class NativeKernelsError(RuntimeError):
@@ -64,20 +71,26 @@ def module() -> Any:
     return found
 
 
-def num_usable_cores() -> int:
-    """Cores that this process may run on: its affinity, not the machine's size."""
-    return len(os.sched_getaffinity(0))
+def why_not(head_dim: int | None, block_size_tokens: int) -> str:
+    """Why the kernels don't serve a model of this ``head_dim`` (None: no model at all) in blocks of so many positions; empty where they do."""
+    if block_size_tokens != BLOCK_SIZE_TOKENS:
+        return f"block_size_tokens = {block_size_tokens}; they read blocks of {BLOCK_SIZE_TOKENS}"
+    if head_dim is not None and (head_dim % _HEAD_DIM_STEP or head_dim > _MAX_HEAD_DIM):
+        return f"the model's head_dim is {head_dim}; they take multiples of {_HEAD_DIM_STEP} up to {_MAX_HEAD_DIM}"
+    return status().reason
 
 
 _pools: dict[int, Any] = {}
+_pools_lock = threading.Lock()  # weights may be packed on a thread of their own
 
 
 def pool(num_threads: int | None = None) -> Any:
-    """The process's pool of ``num_threads`` (the caller counts; None: those of the pool that is there, else the usable cores)."""
-    if num_threads is None:
-        num_threads = next(iter(_pools), num_usable_cores())
-    if num_threads not in _pools:
-        made = module().Pool(num_threads)
-        _pools.clear()
-        _pools[num_threads] = made
-    return _pools[num_threads]
+    """The process's pool of ``num_threads`` (the caller counts; None: those of the pool that is there, else ``compute_threads(0)``)."""
+    with _pools_lock:
+        if num_threads is None:
+            num_threads = next(iter(_pools), compute_threads(0))
+        if num_threads not in _pools:
+            made = module().Pool(num_threads)
+            _pools.clear()
+            _pools[num_threads] = made
+        return _pools[num_threads]
