@@ -108,6 +108,17 @@ def test_runs_that_are_not_worth_it_stay_private(kernels: Any) -> None:
     assert world.num_shared_tasks == 1
 
 
+@pytest.mark.parametrize(("prefix", "length", "is_shared"), [(64, 2000, False), (960, 1100, True)])
+def test_a_short_prefix_of_long_contexts_stays_private(kernels: Any, prefix: int, length: int, is_shared: bool) -> None:
+    """What a run saves must be more than the partials that every member's own tiles leave once it is cut."""
+    world = World(kernels, (length,) * 6, dict.fromkeys(range(1, 6), (0, prefix)), seed=11)
+    world.write()
+    step = [Query(i, length - 1) for i in range(6)]
+    got = world.attend(step, runs=[Run(0, prefix, tuple(range(6)))])
+    assert (world.num_shared_tasks > 0) is is_shared
+    np.testing.assert_array_equal(got, alone(world, step))
+
+
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_random_steps(kernels: Any, kv_type: str) -> None:
     """Random sequences, sharing, windows and threads: near float64 and bit-equal with the queries alone."""
@@ -152,6 +163,21 @@ def test_what_is_not_finite_is_seen_by_those_who_attend_to_it_alone(kernels: Any
     got = world.attend([Query(0, 49), Query(0, 50), Query(0, 99), Query(1, 99)])
     finite = np.isfinite(got).all(axis=(1, 2))
     assert finite.tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+@pytest.mark.parametrize("window", [0, 20])
+def test_what_is_not_finite_reaches_no_other_row(kernels: Any, kv_type: str, window: int) -> None:
+    """In a chunk a position that is not finite may reach queries of its own row that do not see it: the row fails in any case."""
+    world = World(kernels, (200, 200), {1: (0, 64)}, kv_type=kv_type, num_heads=2, num_kv_heads=1)
+    world.v[0][150, 0, 7] = np.nan
+    world.write()
+    step = [Query(0, 140, 40), Query(1, 140, 40)]
+    for threads in (1, 8):
+        got = world.attend(step, runs=[Run(0, 64, (0, 1))], window=window, plan_threads=threads)
+        finite = np.isfinite(got).all(axis=(1, 2))
+        assert not finite[10 : 10 + (window or 30)].any()
+        np.testing.assert_array_equal(got[40:], alone(world, step[1:], window=window))
 
 
 def test_int8_keeps_zeros_and_tiny_values(kernels: Any) -> None:

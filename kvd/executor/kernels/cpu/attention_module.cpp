@@ -49,8 +49,7 @@ public:
                 const nb::ndarray<nb::ndim<3>, nb::c_contig, nb::device::cpu>& out) const {
         const int64_t num_heads = plan.impl().num_heads;
         check(q, num_heads, layer);
-        if (compute != "float32" && compute != "bfloat16") throw std::invalid_argument("compute is float32 or bfloat16");
-        const Compute type = compute == "float32" ? Compute::f32 : Compute::bf16;
+        const Compute type = compute_of(compute);
         if (out.nbytes() != q.size() * (type == Compute::f32 ? 4 : 2)) throw std::invalid_argument("out has another size");
         const nb::gil_scoped_release released;
         ::kvd::attend(pool, plan, rows_, layer, scale, q.data(), num_heads * layout_.head_dim, type, out.data());
@@ -91,7 +90,8 @@ void register_attention(nb::module_& m) {
              nb::arg("num_computed"), nb::arg("block_tables"), nb::arg("run_start"), nb::arg("run_end"), nb::arg("run_offsets"), nb::arg("run_rows"))
         .def("write", &PagedAttention::write, nb::arg("pool"), nb::arg("layer"), nb::arg("k"), nb::arg("v"))
         .def("plan", &PagedAttention::plan, nb::arg("num_heads"), nb::arg("window"), nb::arg("num_threads"), nb::keep_alive<0, 1>())
-        .def("attend", &PagedAttention::attend, nb::arg("pool"), nb::arg("plan"), nb::arg("layer"), nb::arg("scale"), nb::arg("q"), nb::arg("compute"), nb::arg("out"));
+        .def("attend", &PagedAttention::attend, nb::arg("pool"), nb::arg("plan"), nb::arg("layer"), nb::arg("scale"), nb::arg("q"), nb::arg("compute"),
+             nb::arg("out").noconvert());
     m.def(
         "kv_row_bytes",
         [](const std::string& kv_type, int64_t num_layers, int64_t num_kv_heads, int64_t head_dim) {

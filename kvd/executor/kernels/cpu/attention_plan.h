@@ -28,7 +28,6 @@ struct AttentionPlan::Impl {
     struct Part {
         int64_t record;
         int32_t num_records;
-        int32_t first_tile;
     };
     struct Member {
         int32_t unit;
