@@ -14,6 +14,8 @@ import torch  # noqa: E402
 from native_runner import native_decoder, native_runner  # noqa: E402
 
 from kvd.executor.assemble import LateRunner  # noqa: E402
+from kvd.executor.attention.backend import AttentionRows  # noqa: E402
+from kvd.executor.input_batch import StepRows  # noqa: E402
 from kvd.executor.kernels.cpu import native  # noqa: E402
 from kvd.executor.kv_pool import KvPool  # noqa: E402
 from kvd.executor.models.decoder import Decoder, allocate_weights  # noqa: E402
@@ -63,6 +65,10 @@ MODELS = {
 }
 
 
+FLOAT32 = [(name, torch.float32, "float32") for name in MODELS]
+NARROW = [("llama-wide", torch.bfloat16, "bfloat16"), ("qwen3-window", torch.bfloat16, "int8"), ("llama", torch.float32, "int8")]
+
+
 def make_weights(spec, seed=7):
     weights = allocate_weights(spec, dtype=torch.float32, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
@@ -95,10 +101,11 @@ def decode(runner, count, row=0):
 class Tiny:
     """One model: its weights, its native decoder, and what a run of its prompt alone gives."""
 
-    def __init__(self, name, dtype=torch.float32):
+    def __init__(self, name, dtype=torch.float32, kv_type="float32"):
+        self.name = name
         self.spec = MODELS[name]
         self.weights = make_weights(self.spec)
-        self.kv_type = str(dtype).removeprefix("torch.")
+        self.kv_type = kv_type
         self.decoder = native_decoder(self.spec, self.weights, dtype, 400)
         runner, self.pool, model = self.runner()
         self.tokens = runner.execute(step([start(prompt_of(PROMPT_TOKENS), range(20))])).token_ids + decode(runner, 11)
@@ -108,15 +115,16 @@ class Tiny:
         return native_runner(self.decoder, self.spec, num_blocks, self.kv_type)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[*FLOAT32, *NARROW], ids=lambda param: "-".join(str(part) for part in param))
 def tiny(request):
-    return Tiny(request.param)
+    return Tiny(*request.param)
 
 
 def same_bits(ours, theirs):
     return len(ours) == len(theirs) and all(torch.equal(left, right) for left, right in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("tiny", FLOAT32, indirect=True)
 def test_float32_is_that_of_torch(tiny):
     pool = KvPool(tiny.spec, 32, SIZE, torch.float32, "cpu")
     seen = []
@@ -133,8 +141,9 @@ def test_float32_is_that_of_torch(tiny):
     torch.testing.assert_close(ours, theirs, atol=2e-5 * float(theirs.abs().max()), rtol=0)
 
 
+@pytest.mark.parametrize("tiny", FLOAT32, indirect=True)
 def test_bfloat16_is_as_near_to_float32_as_torchs(tiny):
-    narrow = Tiny(next(name for name, spec in MODELS.items() if spec is tiny.spec), torch.bfloat16)
+    narrow = Tiny(tiny.name, torch.bfloat16, "bfloat16")
     converted = allocate_weights(tiny.spec, dtype=torch.bfloat16, device=torch.device("cpu"))
     for name in ("embedding", "final_norm", "head"):
         getattr(converted, name).copy_(getattr(tiny.weights, name))
@@ -300,6 +309,46 @@ def test_what_does_not_exist_is_refused_before_anything_is_written():
         runner.execute(step([start([1] * 32, [0, 8], row=1)]))
     pool.read_blocks(range(8), memoryview(after))
     assert before == after
+
+
+CONTRADICTIONS = {
+    "a row without tokens": ({"starts": [0, 3, 3]}, IndexError, "at least one token"),
+    "rows that overlap": ({"starts": [0, 4, 3]}, IndexError, "at least one token"),
+    "less than nothing computed": ({"num_computed": [64, -1]}, IndexError, "computed positions -1"),
+    "a run that is not computed": ({"run_end": [80]}, IndexError, "end of a run 80"),
+    "a run of no row": ({"run_rows": [0, 2]}, IndexError, "row of a run 2 of 2"),
+    "a run before the first position": ({"run_start": [-64]}, IndexError, "before the first position"),
+    "a run beyond its rows": ({"run_offsets": [0, 3]}, ValueError, "rows of runs"),
+    "runs out of order": ({"run_start": [0, 0], "run_end": [64, 64], "run_offsets": [0, 5, 2]}, IndexError, "out of order"),
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_a_step_that_contradicts_itself_is_refused(what):
+    columns, error, message = CONTRADICTIONS[what]
+    tiny = Tiny("llama")
+    _, _, model = tiny.runner(8)
+    rows = AttentionRows(
+        num_tokens=np.array([1, 2]),
+        num_computed=np.array([64, 64]),
+        starts=np.array([0, 1, 3]),
+        positions=np.array([64, 64, 65]),
+        token_rows=np.array([0, 1, 1]),
+        block_tables=np.array([[0, 1, 2, 3, 4], [0, 1, 2, 3, 5]], dtype=np.int32),
+        run_start=np.array([0]),
+        run_end=np.array([64]),
+        run_offsets=np.array([0, 2]),
+        run_rows=np.array([0, 1]),
+    )
+    step_rows = StepRows(np.arange(2), rows, np.array([1, 2, 3]), np.ones(2, dtype=bool), np.zeros(0, dtype=np.int64))
+    assert model.model.forward(step_rows).finite().all()
+    wrong = replace(rows, **{name: np.array(values) for name, values in columns.items()})
+    with pytest.raises(error, match=message):
+        model.model.forward(replace(step_rows, attention=wrong))
+
+
+def test_the_warm_up_is_long_enough_for_products_that_are_divided_by_rows():
+    assert max(NativeModel.warm_up_prompts) > native.module().MANY_ROWS
 
 
 def test_warm_up_touches_no_block_and_no_row(tiny):
