@@ -10,10 +10,13 @@
 #include <chrono>
 #include <climits>
 #include <cstdio>
+#include <exception>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace kvd {
@@ -76,6 +79,8 @@ struct Pool::State {
     int num_threads = 1;
     int fork = 0;
     std::vector<std::thread> workers;
+    std::mutex failing;
+    std::exception_ptr failure;  // the first of the running region; read by its caller once all pieces are done
 
     // Takes and does one piece of the running region, if there is one that nobody has begun.
     bool do_piece(int worker) {
@@ -87,7 +92,12 @@ struct Pool::State {
             const void* context_now = context.load(std::memory_order_relaxed);
             if (index >= total) return false;
             if (!next.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-            call_now(context_now, index, worker);
+            try {
+                call_now(context_now, index, worker);
+            } catch (...) {
+                const std::lock_guard lock(failing);
+                if (!failure) failure = std::current_exception();
+            }
             if (num_done.fetch_add(1, std::memory_order_seq_cst) + 1 == total && caller_sleeps.load(std::memory_order_seq_cst)) futex_wake(&num_done, 1);
             return true;
         }
@@ -111,36 +121,46 @@ struct Pool::State {
         region.fetch_add(1, std::memory_order_seq_cst);
         if (num_asleep.load(std::memory_order_seq_cst)) futex_wake(&region, INT_MAX);
     }
+
+    void stop() {
+        stopping.store(true, std::memory_order_release);
+        begin_region();
+        for (auto& worker : workers) worker.join();
+    }
 };
 
 Pool::Pool(int num_threads) {
     if (num_threads < 1 || num_threads > 1024) throw std::invalid_argument("a pool has 1 to 1024 threads, not " + std::to_string(num_threads));
     watch_forks();
-    state_ = new State;
-    state_->num_threads = num_threads;
-    state_->fork = num_forks.load(std::memory_order_relaxed);
+    auto state = std::make_unique<State>();
+    state->num_threads = num_threads;
+    state->fork = num_forks.load(std::memory_order_relaxed);
     sigset_t all, before;  // signals go to the threads of the interpreter
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (int worker = 1; worker < num_threads; ++worker) {
-        state_->workers.emplace_back([state = state_, worker] {
-            char name[16];
-            std::snprintf(name, sizeof name, "kvd-cpu-%d", worker);
-            pthread_setname_np(pthread_self(), name);
-            state->work(worker);
-        });
+    try {
+        for (int worker = 1; worker < num_threads; ++worker) {
+            state->workers.emplace_back([state = state.get(), worker] {
+                char name[16];
+                std::snprintf(name, sizeof name, "kvd-cpu-%d", worker);
+                pthread_setname_np(pthread_self(), name);
+                state->work(worker);
+            });
+        }
+    } catch (...) {  // the system has no more threads for us: those that are there end
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        state->stop();
+        throw;
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    state_ = state.release();
 }
 
 Pool::~Pool() {
-    if (state_->fork != num_forks.load(std::memory_order_relaxed)) {
-        for (auto& worker : state_->workers) worker.detach();  // they live in the parent
-        return;                                                // the parent may have held the state's lock: leave it
-    }
-    state_->stopping.store(true, std::memory_order_release);
-    state_->begin_region();
-    for (auto& worker : state_->workers) worker.join();
+    // The workers live in the parent, and their handles name nothing here, or threads that this process started since; the parent may have held
+    // the state's locks. It is left as it is.
+    if (state_->fork != num_forks.load(std::memory_order_relaxed)) return;
+    state_->stop();
     delete state_;
 }
 
@@ -175,6 +195,7 @@ void Pool::run_erased(int64_t num_pieces, void (*call)(const void*, int64_t, int
         for (uint32_t done; (done = state.num_done.load(std::memory_order_seq_cst)) != total;) futex_wait(&state.num_done, done);
         state.caller_sleeps.store(0, std::memory_order_relaxed);
     }
+    if (state.failure) std::rethrow_exception(std::exchange(state.failure, nullptr));
 }
 
 }  // namespace kvd

@@ -19,7 +19,8 @@ public:
     int num_threads() const;
 
     // Calls piece(i, worker) for every i in [0, num_pieces), in any order, on any thread; `worker` in [0, num_threads) names the thread for scratch
-    // memory. Not reentrant; one caller at a time. Pieces must not throw.
+    // memory. Not reentrant; one caller at a time. What a piece throws run() throws, the first of several, once no piece runs any more; pieces that
+    // nobody had begun may then be left out.
     template <class Piece>
     void run(int64_t num_pieces, const Piece& piece) {
         run_erased(num_pieces, [](const void* context, int64_t i, int worker) { (*static_cast<const Piece*>(context))(i, worker); }, &piece);
