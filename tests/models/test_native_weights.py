@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf_files import Shape, write_gguf
+from gguf import GGMLQuantizationType, dequantize
+from gguf_files import Shape, random_quantised, write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
@@ -112,6 +113,31 @@ def test_safetensors_are_packed_as_torch_reads_them(dtype: torch.dtype, tmp_path
     assert_equal(load(path), torch_weights(path))
     packed = load(path, dtype="bfloat16")
     assert torch.equal(rows_of(packed.layers[1].down), torch_weights(path).layers[1].down.bfloat16().float())
+
+
+@pytest.mark.parametrize("kind", STORAGE_TYPES)
+def test_stored_rows_are_read_to_their_last_byte_and_no_further(kind: str) -> None:
+    """In memory that ends with them: behind a mapped file's the address sanitizer sees nothing."""
+    module, pool = native.module(), native.pool(2)
+    stored = random_quantised((96, 512), kind, np.random.default_rng(5)).copy()
+    expected = torch.from_numpy(dequantize(stored, GGMLQuantizationType[kind]).astype(np.float32))
+    halves = expected.unflatten(0, (3, 16, 2)).transpose(1, 2).reshape(96, 512)  # heads of 32 rows, even ones first
+    for fmt in ("f32", *((kind.lower(),) if kind in KEPT else ())):
+        for head_dim, rows in ((0, expected), (32, halves)):
+            matrix = module.Matrix(fmt, 100, 512)
+            module.load_rows(matrix, pool, 3, 96, stored.ctypes.data, kind, head_dim)
+            assert torch.equal(rows_of(matrix)[3:99], rows)
+    values = np.empty(512, np.float32)
+    module.load_values(stored[-1:].ctypes.data, kind, values)
+    assert torch.equal(torch.from_numpy(values), expected[-1])
+
+
+def test_what_does_not_fill_blocks_is_refused_and_not_left_out() -> None:
+    stored = np.zeros(4096, np.uint8)
+    with pytest.raises(ValueError, match="does not fill its blocks"):
+        native.module().load_values(stored.ctypes.data, "Q8_0", np.empty(33, np.float32))
+    with pytest.raises(TypeError):
+        native.module().load_values(stored.ctypes.data, "F32", np.empty(32))
 
 
 def test_progress_counts_the_bytes_of_the_file(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,12 +136,41 @@ def test_bits_of_bfloat16_may_come_from_numpy(pool) -> None:
     assert torch.equal(product(pool, matrix, x), product(pool, packed(pool, "bf16", weights), x))
 
 
-def test_a_matrix_outlives_the_others_and_the_memory_is_given_back(pool) -> None:
+def test_a_matrix_outlives_the_others(pool) -> None:
     weights = [torch.randn(64, 64) for _ in range(5)]
     matrices = [packed(pool, "f32", value) for value in weights]
     kept = matrices[3]
     del matrices
     assert_near(product(pool, kept, torch.eye(64)), torch.eye(64), weights[3])
+
+
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="the address sanitizer keeps what was freed")
+def test_the_memory_of_a_matrix_is_given_back() -> None:
+    def address_space() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = address_space()
+    matrix = native.module().Matrix("f32", 20_480, 1024)
+    assert address_space() - before >= matrix.bytes == 80 << 20
+    del matrix
+    assert address_space() - before < 8 << 20
+
+
+def test_arrays_that_would_be_copied_are_refused(pool) -> None:
+    """The kernels would fill the copy, and the caller's array would stay as it is."""
+    cpu = native.module()
+    matrix, x = packed(pool, "f32", torch.randn(10, 8)), torch.randn(3, 8)
+    for out in (torch.empty(10, 3).T, torch.empty(3, 10).double()):
+        with pytest.raises(TypeError):
+            cpu.multiply(pool, matrix, x, out)
+    with pytest.raises(TypeError):
+        cpu.multiply(pool, matrix, torch.randn(8, 3).T, torch.empty(3, 10))
+    with pytest.raises(TypeError):
+        matrix.pack_rows(pool, 0, torch.randn(8, 10).T)
+    with pytest.raises(TypeError):
+        matrix.unpack_row(0, np.empty(16, np.float32)[::2])
+    with pytest.raises(TypeError):
+        cpu.largest(pool, x, np.empty(3, np.int32), np.empty(3, bool))
 
 
 def test_wrong_shapes_are_refused(pool) -> None:

@@ -115,7 +115,7 @@ void register_elementwise(nb::module_& m) {
             nb::gil_scoped_release released;
             rms_norm(pool, x.data(), size, rows, size, weight.data(), eps, compute, out.data(), size);
         },
-        nb::arg("pool"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"));
+        nb::arg("pool"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out").noconvert());
     m.def(
         "norm_and_rotate",
         [](Pool& pool, const nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>& heads, int64_t num_rotated_heads,
@@ -128,7 +128,7 @@ void register_elementwise(nb::module_& m) {
             norm_and_rotate(pool, heads.data(), static_cast<int64_t>(heads.shape(1)) * head_dim, static_cast<int64_t>(heads.shape(0)), num_rotated_heads,
                             head_dim, norm_weights ? norm_weights->data() : nullptr, eps, positions.data(), cosines.data(), sines.data());
         },
-        nb::arg("pool"), nb::arg("heads"), nb::arg("num_rotated_heads"), nb::arg("norm_weights").none(), nb::arg("eps"), nb::arg("positions"),
+        nb::arg("pool"), nb::arg("heads").noconvert(), nb::arg("num_rotated_heads"), nb::arg("norm_weights").none(), nb::arg("eps"), nb::arg("positions"),
         nb::arg("cosines"), nb::arg("sines"));
     m.def(
         "silu_mul",
@@ -139,7 +139,7 @@ void register_elementwise(nb::module_& m) {
             nb::gil_scoped_release released;
             silu_mul(pool, gate_up.data(), 2 * size, rows, size, compute, out.data(), size);
         },
-        nb::arg("pool"), nb::arg("gate_up"), nb::arg("out"));
+        nb::arg("pool"), nb::arg("gate_up"), nb::arg("out").noconvert());
     m.def(
         "largest",
         [](Pool& pool, const Rows& x, const nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& places,
@@ -148,7 +148,7 @@ void register_elementwise(nb::module_& m) {
             nb::gil_scoped_release released;
             largest_of_rows(pool, x.data(), static_cast<int64_t>(x.shape(0)), static_cast<int64_t>(x.shape(1)), places.data(), finite.data());
         },
-        nb::arg("pool"), nb::arg("x"), nb::arg("places"), nb::arg("finite"),
+        nb::arg("pool"), nb::arg("x"), nb::arg("places").noconvert(), nb::arg("finite").noconvert(),
         "The first place of each row's largest element, and whether all of the row's elements are finite (the place is 0 where they are not).");
     m.def(
         "draw",
@@ -161,7 +161,7 @@ void register_elementwise(nb::module_& m) {
             nb::gil_scoped_release released;
             draw_rows(pool, logits.data(), rows, size, temperatures.data(), keys.data(), nullptr, places.data());
         },
-        nb::arg("pool"), nb::arg("logits"), nb::arg("temperatures"), nb::arg("keys"), nb::arg("places"),
+        nb::arg("pool"), nb::arg("logits"), nb::arg("temperatures"), nb::arg("keys"), nb::arg("places").noconvert(),
         "A draw of each row from the softmax of logits / temperature, by the noise streams `keys` (kvd.executor.sampling.noise).");
 }
 

@@ -9,7 +9,6 @@ namespace kvd {
 struct PanelWork {
     const uint8_t* panel;
     const uint8_t* next_panel;  // what this thread is likely to read next, to be prefetched; null: nothing
-    int64_t panel_bytes;
     int64_t k;
     int64_t num_outputs;        // 1 to PANEL
     const void* x;              // the first of the rows, in the product's compute type
@@ -19,7 +18,7 @@ struct PanelWork {
     int64_t ldo;
     const float* bias;          // at the panel's first output, or null
     bool accumulate;
-    uint8_t* scratch;           // scratch_bytes(k) of this thread's own, 64-byte aligned
+    uint8_t* scratch;           // scratch_bytes of this thread's own, 64-byte aligned
     const float* prepared;      // prepared_floats(k) for each row, if the format wants them
 };
 using PanelKernel = void (*)(const PanelWork&);
@@ -27,7 +26,7 @@ using PanelKernel = void (*)(const PanelWork&);
 struct FormatOps {
     int64_t (*panel_bytes)(int64_t k);           // a multiple of 64; throws std::invalid_argument where the format can't have such rows
     int64_t (*row_bytes)(int64_t k);             // of one row of a file, for quantised formats; null for the plain ones
-    int64_t (*scratch_bytes)(int64_t k);         // null: none
+    int64_t scratch_bytes;                       // that a kernel wants for each thread
     // Packs `num_rows` rows (of k values of type `source`, or the file's own blocks) as outputs [first, first + num_rows) of a panel, zeros before.
     void (*pack)(uint8_t* panel, int64_t k, int64_t first, int64_t num_rows, const void* rows, Compute source);
     void (*unpack_row)(const uint8_t* panel, int64_t k, int64_t output, float* out);

@@ -5,9 +5,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "formats.h"
 #include "gguf_blocks.h"
@@ -72,13 +72,12 @@ void load_rows(Matrix& matrix, Pool& pool, int64_t first_row, int64_t num_rows, 
     }
     const FormatOps& ops = plain ? plain_ops(matrix.format()) : quantized_ops(matrix.format());
     const int64_t first_panel = first_row / PANEL, last_panel = (first_row + num_rows - 1) / PANEL;
-    pool.run(num_rows ? last_panel - first_panel + 1 : 0, [&](int64_t i, int) {
-        constexpr int64_t AT_ONCE = 16;  // rows that are brought together before they are packed
+    constexpr int64_t AT_ONCE = 16;  // rows that are brought together before they are packed
+    const int64_t row_bytes = as_stored ? stored_bytes : k * 4, gathered_floats = (AT_ONCE * row_bytes + 3) / 4;
+    const auto gathered = std::make_unique_for_overwrite<float[]>(static_cast<size_t>(gathered_floats * pool.num_threads()));
+    pool.run(num_rows ? last_panel - first_panel + 1 : 0, [&](int64_t i, int worker) {
         const int64_t begin = std::max(first_row, (first_panel + i) * PANEL), end = std::min(first_row + num_rows, (first_panel + i + 1) * PANEL);
-        const int64_t row_bytes = as_stored ? stored_bytes : k * 4;
-        static thread_local std::vector<float> gathered;
-        gathered.resize(static_cast<size_t>((AT_ONCE * row_bytes + 3) / 4));
-        auto* const rows = reinterpret_cast<uint8_t*>(gathered.data());
+        auto* const rows = reinterpret_cast<uint8_t*>(gathered.get() + worker * gathered_floats);
         for (int64_t row = begin; row < end; row += AT_ONCE) {
             const int64_t num = std::min(AT_ONCE, end - row);
             for (int64_t r = 0; r < num; ++r) {
@@ -99,9 +98,13 @@ void register_loading(nanobind::module_& m) {
           nb::arg("interleaved_head") = 0,
           "Stored rows at `address` become rows from `first_row` on: as they are where the matrix holds their storage type, else converted. "
           "`interleaved_head`: the head dimension, if the rows of each head alternate between its halves.");
-    m.def("load_values", [](uintptr_t address, const std::string& storage, nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
-        dequantize_row(storage_of(storage), reinterpret_cast<const uint8_t*>(address), static_cast<int64_t>(out.shape(0)), out.data());
-    }, nb::arg("address"), nb::arg("storage"), nb::arg("out"), "Stored values as float32.");
+    m.def("load_values", [](uintptr_t address, const std::string& stored_as, const nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>& out) {
+        const Storage storage = storage_of(stored_as);
+        const auto num_values = static_cast<int64_t>(out.shape(0));
+        stored_row_bytes(storage, num_values);  // refuses what does not fill blocks
+        const nb::gil_scoped_release release;
+        dequantize_row(storage, reinterpret_cast<const uint8_t*>(address), num_values, out.data());
+    }, nb::arg("address"), nb::arg("storage"), nb::arg("out").noconvert(), "Stored values as float32.");
 }
 
 }  // namespace kvd

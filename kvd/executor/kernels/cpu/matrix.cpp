@@ -133,8 +133,8 @@ const FormatOps& ops_of(Format format) { return format == Format::f32 || format 
 const FormatOps& plain_ops(Format format) {
     using F32 = Plain<float, 1>;
     using Bf16 = Plain<bf16, 2>;
-    static const FormatOps f32{F32::panel_bytes, nullptr, nullptr, F32::pack, F32::unpack_row, f32_kernel};
-    static const FormatOps bf16{Bf16::panel_bytes, nullptr, nullptr, Bf16::pack, Bf16::unpack_row, bf16_kernel};
+    static const FormatOps f32{F32::panel_bytes, nullptr, 0, F32::pack, F32::unpack_row, f32_kernel};
+    static const FormatOps bf16{Bf16::panel_bytes, nullptr, 0, Bf16::pack, Bf16::unpack_row, bf16_kernel};
     return format == Format::f32 ? f32 : bf16;
 }
 
@@ -173,10 +173,9 @@ void multiply(Pool& pool, const Product& product) {
     const PanelKernel kernel = ops.kernel(product.compute);
     if (!kernel) throw std::invalid_argument("this matrix does not take rows of this type");
     const int64_t num_panels = matrix.num_panels();
-    const int64_t scratch_bytes = ops.scratch_bytes ? ops.scratch_bytes(matrix.k()) : 0;
-    const int64_t scratch_stride = (scratch_bytes + 127) / 128 * 128;
+    const int64_t scratch_stride = (ops.scratch_bytes + 127) / 128 * 128;
     static thread_local std::vector<uint8_t> scratch;  // of the calling thread, shared out among the pool's
-    if (const auto size = static_cast<size_t>(scratch_stride * pool.num_threads() + 64); scratch_bytes && scratch.size() < size) scratch.resize(size);
+    if (const auto size = static_cast<size_t>(scratch_stride * pool.num_threads() + 64); scratch_stride && scratch.size() < size) scratch.resize(size);
     uint8_t* const scratch_begin = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64);
     static thread_local std::vector<float> prepared;
     const int64_t prepared_floats = ops.prepare ? ops.prepared_floats(matrix.k()) : 0;
@@ -207,7 +206,6 @@ void multiply(Pool& pool, const Product& product) {
         PanelWork work;
         work.panel = matrix.panel(p);
         work.next_panel = row_pieces == 1 && next < num_panels ? matrix.panel(next) : nullptr;
-        work.panel_bytes = matrix.panel_bytes();
         work.k = matrix.k();
         work.num_outputs = std::min(PANEL, matrix.n() - p * PANEL);
         work.x = static_cast<const uint8_t*>(product.x) + row * product.ldx * element;
@@ -217,7 +215,7 @@ void multiply(Pool& pool, const Product& product) {
         work.ldo = product.ldo;
         work.bias = product.bias ? product.bias + p * PANEL : nullptr;
         work.accumulate = product.accumulate;
-        work.scratch = scratch_bytes ? scratch_begin + worker * scratch_stride : nullptr;
+        work.scratch = scratch_stride ? scratch_begin + worker * scratch_stride : nullptr;
         work.prepared = ops.prepare ? prepared_begin + row * prepared_floats : nullptr;
         kernel(work);
     });
@@ -284,6 +282,7 @@ void multiply_arrays(Pool& pool, const Matrix& matrix, const Array& x, const nb:
 }  // namespace
 
 void register_matrix(nb::module_& m) {
+    m.attr("MANY_ROWS") = MIN_PIECE_ROWS;  // products of more rows are divided by rows too
     m.def("isa", [] { return std::string(isa_name(active_isa())); }, "The instruction set that the kernels use: portable, avx2 or avx512.");
     m.def("available_isas", [] {
         nb::list names;
@@ -302,10 +301,10 @@ void register_matrix(nb::module_& m) {
         .def_prop_ro("n", &Matrix::n)
         .def_prop_ro("k", &Matrix::k)
         .def_prop_ro("bytes", &Matrix::bytes)
-        .def("pack_rows", &pack_rows, nb::arg("pool"), nb::arg("first_row"), nb::arg("rows"),
+        .def("pack_rows", &pack_rows, nb::arg("pool"), nb::arg("first_row"), nb::arg("rows").noconvert(),
              "Rows [m, k] of float32 or bfloat16 values, or [m, bytes] of a quantised file's blocks, become outputs from `first_row` on.")
-        .def("unpack_row", &unpack_row, nb::arg("row"), nb::arg("out"), "Writes one row as float32 [k].");
-    m.def("multiply", &multiply_arrays, nb::arg("pool"), nb::arg("matrix"), nb::arg("x"), nb::arg("out"), nb::arg("bias").none() = nb::none(),
+        .def("unpack_row", &unpack_row, nb::arg("row"), nb::arg("out").noconvert(), "Writes one row as float32 [k].");
+    m.def("multiply", &multiply_arrays, nb::arg("pool"), nb::arg("matrix"), nb::arg("x").noconvert(), nb::arg("out").noconvert(), nb::arg("bias").none() = nb::none(),
           nb::arg("accumulate") = false, "out [rows, n] (+)= x [rows, k] . W^T (+ bias [n]); out and bias are float32.");
 }
 

@@ -137,7 +137,6 @@ struct Quantized {
     }
     static int64_t panel_bytes(int64_t k) { return num_supers(k) * SHAPE.super_bytes(); }
     static int64_t row_bytes(int64_t k) { return num_supers(k) * SHAPE.file_bytes; }
-    static int64_t scratch_bytes(int64_t) { return QUANTIZED_SCRATCH_BYTES; }
 
     static void pack(uint8_t* panel, int64_t k, int64_t first, int64_t num_rows, const void* rows, Compute) {
         const int64_t num = num_supers(k);
@@ -173,7 +172,7 @@ struct Quantized {
 template <Format FORMAT>
 constexpr FormatOps make_ops() {
     using Q = Quantized<FORMAT>;
-    FormatOps ops{Q::panel_bytes, Q::row_bytes, Q::scratch_bytes, Q::pack, Q::unpack_row, Q::kernel};
+    FormatOps ops{Q::panel_bytes, Q::row_bytes, QUANTIZED_SCRATCH_BYTES, Q::pack, Q::unpack_row, Q::kernel};
     if (panel_format(FORMAT).has_min) {
         ops.prepared_floats = Q::prepared_floats;
         ops.prepare = Q::prepare;
