@@ -259,6 +259,21 @@ def test_a_flipped_header_byte_is_a_named_error_or_another_description(tmp_path:
             assert spec.num_layers > 0
 
 
+@pytest.mark.parametrize("num_layers", [2**31, 0])
+def test_a_number_of_layers_that_the_file_cannot_hold_is_an_error(num_layers: int, tmp_path: Path) -> None:
+    """One flipped bit; nothing of that size is made before it is noticed."""
+    path = write_gguf(tmp_path / "tiny.gguf", Shape("llama"), "F32", metadata={"block_count": num_layers})
+    with pytest.raises(ModelError, match=f"num_layers is {num_layers}, but the file has 21 tensors"):
+        inspect_model(path)
+
+
+def test_arrays_of_arrays_without_end_are_damage(tmp_path: Path) -> None:
+    arrays = [struct.pack("<IQ", 9, 1)] * 2000
+    (tmp_path / "deep.gguf").write_bytes(struct.pack("<4sIQQQ3sI", b"GGUF", 3, 0, 1, 3, b"key", 9) + b"".join(arrays))
+    with pytest.raises(WeightsError, match="damaged GGUF file: arrays are nested more than 4 deep"):
+        inspect_model(tmp_path / "deep.gguf")
+
+
 def test_an_empty_file_and_another_version_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.gguf").write_bytes(b"")
     with pytest.raises(UnsupportedModelError, match="not a GGUF file"):

@@ -61,6 +61,8 @@ def inspect_gguf(path: Path) -> ModelSpec:
     if embedding is None or len(embedding.shape) != 2:
         raise WeightsError(f"{path}: tensor token_embd.weight is missing or not a matrix")
     num_layers, hidden_size = metadata.own_integer("block_count"), metadata.own_integer("embedding_length")
+    if not 0 < num_layers <= len(file.tensors):  # before anything is made for each layer
+        raise ModelError(f"{path}: num_layers is {num_layers}, but the file has {len(file.tensors)} tensors")
     num_heads, positions = metadata.own_integer("attention.head_count"), metadata.own_integer("context_length")
     head_dim = metadata.own_integer("attention.key_length", default=hidden_size // max(num_heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):

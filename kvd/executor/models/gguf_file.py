@@ -34,6 +34,7 @@ STORAGE_TYPES = tuple(name for name, _, _ in _STORAGES.values())
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
+_MAX_NESTED_ARRAYS = 4
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Struct codes of the value types."""
@@ -160,23 +161,25 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise WeightsError(f"{self.origin}: damaged GGUF file: a string is not UTF-8") from error
 
-    def value(self, kind: int) -> Any:
-        """The next value, of a type id; None for an array that is stepped over."""
+    def value(self, kind: int, depth: int = 0) -> Any:
+        """The next value, of a type id, within ``depth`` arrays; None for an array that is stepped over."""
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
-            return self._array(self.number("I"), self.number("Q"))
+            return self._array(self.number("I"), self.number("Q"), depth + 1)
         if kind not in _SCALARS:
             raise WeightsError(f"{self.origin}: damaged GGUF file: value type {kind}")
         return self.number(_SCALARS[kind])
 
-    def _array(self, kind: int, length: int) -> Any:
+    def _array(self, kind: int, length: int, depth: int) -> Any:
         if kind == _STRING:
             self._step_over_strings(length)
             return None
         if kind == _ARRAY:
+            if depth == _MAX_NESTED_ARRAYS:
+                raise WeightsError(f"{self.origin}: damaged GGUF file: arrays are nested more than {_MAX_NESTED_ARRAYS} deep")
             for _ in range(length):
-                self.value(_ARRAY)
+                self.value(_ARRAY, depth)
             return None
         if kind not in _SCALARS:
             raise WeightsError(f"{self.origin}: damaged GGUF file: array of value type {kind}")
