@@ -88,3 +88,13 @@ def test_pages_link_to_what_is_there() -> None:
     pages = [path for path in FILES if path.suffix == ".md"]
     links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))]
     assert [f"{named(page)} -> {link}" for page, link in links if not (page.parent / link).exists()] == []
+
+
+def test_pages_name_the_targets_of_make() -> None:
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    targets = set(phony.split())
+    pages = [path for path in FILES if path.suffix == ".md"]
+    calls = [(page, target) for page in pages for target in re.findall(r"`make ([a-z][a-z-]*)", page.read_text(encoding="utf-8"))]
+    assert [f"{named(page)}: make {target}" for page, target in calls if target not in targets] == []
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert sorted(target for target in targets - {"clean", "model"} if not re.search(rf"(make |`){target}\b(?!-)", readme)) == []
