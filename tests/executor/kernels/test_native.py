@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvd.executor.host_cores import compute_threads
 from kvd.executor.kernels.cpu import native
 
 ROOT = Path(__file__).parents[3]
@@ -51,4 +55,17 @@ def test_there_is_one_pool() -> None:
     other = native.pool(pool.num_threads + 1)
     assert native.pool() is other
     assert other.num_threads == pool.num_threads + 1
-    assert native.pool(native.num_usable_cores()).num_threads == native.num_usable_cores()
+    assert native.pool(compute_threads(0)).num_threads == compute_threads(0)
+
+
+def test_threads_that_ask_at_once_get_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are packed on a thread of their own while the executor opens."""
+
+    def slowly(num_threads: int) -> object:
+        time.sleep(0.01)
+        return object()
+
+    monkeypatch.setattr(native, "module", lambda: SimpleNamespace(Pool=slowly))
+    monkeypatch.setattr(native, "_pools", {})
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(lambda _: native.pool(3), range(4)))) == 1
