@@ -7,7 +7,7 @@ import platform
 import resource
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from kvd.cli import model_store, settings
 from kvd.cli.exits import Exit
 from kvd.cli.output import print_facts, print_json
 from kvd.cli.units import human_size
+from kvd.config import DaemonConfig
 
 _DISTRIBUTIONS = (
     "kvd",
@@ -33,7 +34,12 @@ _DISTRIBUTIONS = (
     "safetensors",
     "gguf",
 )
-_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
+_ISA_FLAGS = {
+    "avx2": ("avx2", "fma", "f16c"),
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16", "avx512_vnni"),
+}
+"""What the instruction sets of the native kernels need (kernels/cpu/dispatch.cpp), in the names of /proc/cpuinfo; each needs the one before it too."""
+_CPU_FLAGS = (*_ISA_FLAGS["avx2"], *_ISA_FLAGS["avx512"], "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
 
 
 @click.command()
@@ -103,22 +109,18 @@ def _memory() -> dict[str, int]:
 
 
 def _executor(loaded: settings.Settings) -> dict[str, Any]:
-    """What `auto` becomes here; of the kernels, what they are for a model that they compute."""
+    """What `auto` becomes here."""
     config = loaded.config
     if config.model.executor == "fake":
         return {"executor": "fake"}
     try:
         from kvd.executor.assemble import pool_bytes, resolve_device, resolve_dtype
         from kvd.executor.host_cores import compute_threads
-        from kvd.executor.kernel_choice import GPU_KERNEL_FAMILY, has_gpu_kernels, kernel_family, why_torch
 
         device = resolve_device(config.model.device)
         dtype = resolve_dtype(config.model.dtype, device, "bfloat16")
         pool = pool_bytes(config.cache.kv_memory, device)
-        reason = why_torch(config.model.kernels, None, device, dtype, config.cache.block_size_tokens)
-        kernels = f"torch ({reason})" if reason else kernel_family(quantised=False)
-        if has_gpu_kernels(config.model.kernels, device):
-            kernels = GPU_KERNEL_FAMILY
+        kernels = _kernels(config, device, dtype)
     except Exception as error:  # a broken torch is what a doctor is asked about
         return {"executor": "torch", "error": f"{type(error).__name__}: {error}"}
     return {
@@ -129,6 +131,40 @@ def _executor(loaded: settings.Settings) -> dict[str, Any]:
         "kernels": kernels,
         "kv_memory_bytes": pool,
     }
+
+
+def _kernels(config: DaemonConfig, device: Any, dtype: Any) -> str:
+    """The kernel family that computes the configured model (any model, if that one is not there), and why not a better one."""
+    from kvd.executor.kernel_choice import GPU_KERNEL_FAMILY, has_gpu_kernels, kernel_family, why_torch
+    from kvd.executor.kernels.cpu import native
+    from kvd.executor.models.inspect import inspect_model
+    from kvd.executor.models.weights.native import keeps_quantised
+
+    model = config.model
+    if device.type == "cuda" and model.kernels == "auto":
+        return GPU_KERNEL_FAMILY if has_gpu_kernels(model.kernels, device) else "torch (Triton is not installed)"
+    try:
+        spec = inspect_model(Path(model_store.resolve_model(model.model)))
+    except model_store.ModelNotFoundError:
+        spec = None
+    reason = why_torch(model.kernels, spec, device, dtype, config.cache.block_size_tokens)
+    if reason:
+        return f"torch ({reason})"
+    family = kernel_family(quantised=spec is not None and keeps_quantised(spec, model.weights))
+    status = native.status()
+    limit = _why_no_better(str(status.isa), status.available_isas, _cpu()["features"])
+    return f"{family} ({limit})" if limit else family
+
+
+def _why_no_better(isa: str, available: Sequence[str], features: Sequence[str]) -> str:
+    """Why the native kernels don't use the instruction set after ``isa``; empty if there is none."""
+    known = ("portable", *_ISA_FLAGS)
+    if platform.machine() != "x86_64" or isa == known[-1]:
+        return ""
+    better = known[known.index(isa) + 1]
+    if better in available:
+        return f"{better} is there, but the environment chooses {isa}"
+    return f"{better} needs: {' '.join(flag for flag in _ISA_FLAGS[better] if flag not in features)}"
 
 
 def _directory(path: Path) -> dict[str, Any]:

@@ -70,3 +70,22 @@ def test_an_endpoint_is_in_use_only_while_somebody_listens(capsys, tmp_path):
         assert report_of(capsys)[1]["listen"][0]["in_use"] is True
     assert path.is_socket(), "left behind, as by a killed daemon"
     assert report_of(capsys)[1]["listen"][0]["in_use"] is False
+
+
+@pytest.mark.parametrize(
+    ("isa", "available", "features", "expected"),
+    [
+        ("avx512", ("portable", "avx2", "avx512"), (), ""),
+        (
+            "avx2",
+            ("portable", "avx2"),
+            ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
+            "avx512 needs: avx512vbmi avx512_bf16",
+        ),
+        ("portable", ("portable",), ("avx2", "f16c"), "avx2 needs: fma"),
+        ("portable", ("portable", "avx2"), (), "avx2 is there, but the environment chooses portable"),
+    ],
+)
+def test_why_the_kernels_are_no_better(monkeypatch, isa, available, features, expected):
+    monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
+    assert doctor._why_no_better(isa, available, features) == expected

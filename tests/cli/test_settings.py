@@ -163,6 +163,7 @@ def test_a_missing_file_is_named(tmp_path):
         ({"max_running": "many"}, {}, ["scheduler.max_running", "'many'", "flag --max-running", "1 or more"]),
         ({"block_size_tokens": "24"}, {}, ["cache.block_size_tokens", "24", "power of two"]),
         ({"device": "gpu"}, {}, ["model.device", "`cuda:N`"]),
+        ({"threads": "1025"}, {}, ["model.threads", "1025", "0 to 1024"]),
         ({"template_date": "2025-2-1"}, {}, ["transport.template_date", "YYYY-MM-DD"]),
         ({}, {"KVD_PERSIST": "maybe"}, ["storage.persist", "env KVD_PERSIST", "true or false"]),
         ({}, {"KVD_MAX_PINNED_FRACTION": "1.5"}, ["cache.max_pinned_fraction", "0 to 1", "env KVD_MAX_PINNED_FRACTION"]),
