@@ -104,6 +104,8 @@ class NativeModel:
 
     warm_up_prompts = (1, 64)
     """Nothing is compiled: one prompt of more rows than a product computes undivided (``MANY_ROWS`` of the module), and one token."""
+    warm_up_rows = 16
+    """For the memory of sampling; no code depends on how many rows decode."""
 
     def __init__(self, decoder: Any, pool: NativeKvPool, room: _Room | None = None) -> None:
         self._decoder = decoder

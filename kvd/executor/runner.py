@@ -79,7 +79,8 @@ class ModelRunner:
         """Run one step of each shape class, decodes by batch size and prompts by length, on a scratch pool and with no other trace."""
         size = self._pool.block_size_tokens
         prompts = [length for length in self._model.warm_up_prompts if length < self._max_model_len]
-        decodes = [1 << power for power in range(self._max_rows.bit_length()) if 1 << power <= self._max_rows]
+        most_rows = min(self._max_rows, self._model.warm_up_rows)
+        decodes = [1 << power for power in range(most_rows.bit_length())]
         blocks_of_prompt = -(-max(prompts) // size)
         scratch = self._scratch(self._pool.scratch(max(blocks_of_prompt, decodes[-1])))
         sampling = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9))

@@ -39,6 +39,10 @@ class StepModel(Protocol):
     def warm_up_prompts(self) -> tuple[int, ...]:
         """Lengths of prompts, one of each shape class, after which nothing runs for the first time."""
 
+    @property
+    def warm_up_rows(self) -> int:
+        """Rows of the largest batch of decodes after which nothing runs for the first time, however many there may be."""
+
     def over(self, pool: Any) -> StepModel:
         """The same weights over another pool of the same layout."""
 
@@ -62,6 +66,7 @@ class TorchModel:
     """A decoder of torch operators over ``pool``, on its device; ``attention`` makes the backend for a pool."""
 
     warm_up_prompts = (1, 16, 64, 256, 512)
+    warm_up_rows = 1 << 16
 
     def __init__(self, decoder: StepDecoder, attention: Callable[[KvPool], AttentionBackend], pool: KvPool) -> None:
         self._decoder = decoder

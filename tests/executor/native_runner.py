@@ -56,6 +56,7 @@ class WatchedModel:
         self.seen = {}
 
     warm_up_prompts = NativeModel.warm_up_prompts
+    warm_up_rows = NativeModel.warm_up_rows
 
     def over(self, pool):
         return self.model.over(pool)
