@@ -5,7 +5,7 @@
 * memory: RssAnon + RssShmem at their most, from exec until ready and under load (a long prompt, then 16 streams), looked at a hundred times a second;
 * an idle daemon's processor time, after that load;
 * decoding beside one busy neighbour, in turns with decoding without: how much throughput falls, against the processor time that the neighbour took;
-* the gap between two steps of one stream: from the end of one in the executor to the beginning of the next (tests/bench/timed_serve.py notes them).
+* the gap between two steps of one stream: from the end of one's computing to the beginning of the next one's (tests/bench/timed_serve.py notes them).
 
 Exit code 1 if a budget is exceeded. Run it on a quiet machine; what else was busy is printed.
 """

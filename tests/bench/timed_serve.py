@@ -2,7 +2,7 @@
 
     python tests/bench/timed_serve.py FILE serve --listen …
 
-Each step appends one record to FILE: begin and end (seconds of ``time.perf_counter``), and whether a row of an earlier step went on in it. ``read_gaps``
+Each step appends one record to FILE: begin and end of its computing (seconds of ``time.perf_counter``), and whether a row of an earlier step went on in it. ``read_gaps``
 makes of them how long the executor had no step between two of the same stream.
 """
 
@@ -24,6 +24,22 @@ def read_gaps(path: Path) -> list[float]:
     return [begin_s - end_s for (_, end_s, _), (begin_s, _, goes_on) in itertools.pairwise(steps) if goes_on]
 
 
+class Noted:
+    """A step that was launched: noted when its result is taken. The queue of the native kernels knows when it computed it."""
+
+    def __init__(self, pending, note):
+        self._pending = pending
+        self._note = note
+
+    def done(self):
+        return self._pending.done()
+
+    def result(self):
+        output = self._pending.result()
+        self._note(*self._pending.queued.times_s)
+        return output
+
+
 def note_steps(path: str) -> None:
     """From here on executor threads write down their steps."""
     from kvd.executor.worker import ExecutorThread
@@ -36,9 +52,16 @@ def note_steps(path: str) -> None:
         execute = kind.execute
 
         def timed(runner, step):
+            goes_on = bool(step.continued.rows)
+
+            def note(began_s, ended_s):
+                os.write(notes, STEP.pack(began_s, ended_s, goes_on))
+
             began_s = time.perf_counter()
             output = execute(runner, step)
-            os.write(notes, STEP.pack(began_s, time.perf_counter(), bool(step.continued.rows)))
+            if hasattr(output, "queued"):
+                return Noted(output, note)
+            note(began_s, time.perf_counter())
             return output
 
         kind.execute = timed
