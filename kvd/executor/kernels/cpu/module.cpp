@@ -4,6 +4,7 @@
 #include "module.h"
 
 NB_MODULE(_cpu, m) {
+    nanobind::set_leak_warnings(false);  // a process ends with its model in memory: that is no leak, and its log no place to say so
     kvd::register_pool(m);
     kvd::register_matrix(m);
     kvd::register_loading(m);
