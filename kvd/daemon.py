@@ -244,6 +244,10 @@ class Daemon:
         engine = open_engine(self._config, spec, storage.fingerprint_cache, self._head_start)
         self._facts.fingerprint = engine.fingerprint.hex()
         self._facts.kernels = str(engine.facts["kernels"])
+        self._log.info("kernels", kernels=self._facts.kernels)
+        reason = engine.facts.get("why_torch")
+        if reason and engine.facts["device"] == "cpu" and self._config.model.kernels != "torch":
+            self._log.warning("torch_computes", reason=reason)
         return engine
 
     def _serve(self, storage: Storage, engine: OpenEngine) -> LoopEnd:

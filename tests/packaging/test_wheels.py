@@ -5,6 +5,7 @@ Nothing is fetched: requirements are links to what is installed here, one for ea
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ import pytest
 from fake_oracle import expected_tokens
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tiny_models import make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.socket, pytest.mark.store, pytest.mark.torch]
 
@@ -37,7 +39,7 @@ ASK = """
 from kvd_client import Client
 with Client({endpoint!r}, connect_timeout_s=60) as client:
     client.wait_ready(timeout_s=60)
-    print(*client.generate("What is a wheel?", max_tokens=8, temperature=0.0, ignore_eos=True).token_ids)
+    print(client.status()["kernels"], *client.generate("What is a wheel?", max_tokens=8, temperature=0.0, ignore_eos=True).token_ids)
 """
 
 
@@ -202,6 +204,24 @@ def test_without_a_compiler_there_are_no_native_kernels_and_that_is_said(daemon_
     )
 
 
+def test_without_a_compiler_torch_computes_and_the_log_says_why(daemon_python: Path, tmp_path: Path) -> None:
+    model, address = make_model(tmp_path / "model"), f"ipc://{tmp_path}/s.sock"
+    options = ["--model", model, "--device", "cpu", "--dtype", "float32", "--kv-memory", "4MiB", "--state-dir", tmp_path / "state"]
+    command = [daemon_python.parent / "kvd", "serve", *options, "--listen", address, "--log-format", "json"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([str(part) for part in command], stdout=log, stderr=log, cwd=tmp_path, env={"HOME": str(tmp_path)})
+    try:
+        kernels, *token_ids = run(str(daemon_python), "-c", ASK.format(endpoint=address), cwd=tmp_path).split()
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0, (tmp_path / "log").read_text()
+    assert kernels == "torch-cpu"
+    assert len(token_ids) == 8
+    (warning,) = (line for line in map(json.loads, (tmp_path / "log").read_text().splitlines()) if line["event"] == "torch_computes")
+    assert warning["level"] == "warning"
+    assert "there was no C++ compiler" in warning["reason"]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1800)  # three instruction sets take minutes beside other tests
 def test_with_a_compiler_the_wheel_brings_native_kernels(tmp_path: Path) -> None:
@@ -229,5 +249,6 @@ def test_installed_command(daemon_python: Path, tmp_path: Path) -> None:
 def test_client_alone_talks_to_the_daemon(client_python: Path, endpoint: str, tmp_path: Path) -> None:
     present = "import importlib.util as u; print(*[name for name in ('kvd', 'torch', 'lmdb', 'numpy', 'kvd_client') if u.find_spec(name)])"
     assert run(str(client_python), "-c", present, cwd=tmp_path).split() == ["kvd_client"]
-    tokens = run(str(client_python), "-c", ASK.format(endpoint=endpoint), cwd=tmp_path).split()
+    kernels, *tokens = run(str(client_python), "-c", ASK.format(endpoint=endpoint), cwd=tmp_path).split()
+    assert kernels == "fake"
     assert list(map(int, tokens)) == expected_tokens(b"What is a wheel?", 8)
