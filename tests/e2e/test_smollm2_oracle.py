@@ -140,6 +140,7 @@ def test_answers_are_the_references(smollm2: Path, tmp_path: Path) -> None:
         with daemon.client() as client:
             answers = ask_together(client, SAMPLE, 64, at_once=len(SAMPLE))
         assert daemon.terminate() == 0
+        assert "stopped" in daemon.log().splitlines()[-1], "nothing is said after the last word"
     assert_grade_2(answers, tolerated=1)
 
 
