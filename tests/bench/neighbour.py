@@ -24,19 +24,19 @@ class Neighbour:
     """A process that is stopped but while ``with neighbour.running() as taken`` runs."""
 
     def __init__(self, pid: int) -> None:
-        self._pid = pid
+        self.pid = pid
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Taken]:
         taken = Taken()
-        before_s, began_s = processor_s(self._pid), time.perf_counter()
-        os.kill(self._pid, signal.SIGCONT)
+        before_s, began_s = processor_s(self.pid), time.perf_counter()
+        os.kill(self.pid, signal.SIGCONT)
         try:
             yield taken
         finally:
-            os.kill(self._pid, signal.SIGSTOP)
+            os.kill(self.pid, signal.SIGSTOP)
         wall_s = time.perf_counter() - began_s
-        taken.share = (processor_s(self._pid) - before_s) / wall_s / len(os.sched_getaffinity(0))
+        taken.share = (processor_s(self.pid) - before_s) / wall_s / len(os.sched_getaffinity(0))
 
 
 @contextlib.contextmanager
