@@ -79,13 +79,13 @@ def test_bits_of_a_row_alone_batched_and_in_any_chunk(kernels: Any, kv_type: str
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 @pytest.mark.parametrize("window", [0, 150])
 def test_bits_of_shared_runs_are_those_of_private_ones(kernels: Any, kv_type: str, window: int) -> None:
-    """Two levels: all share 208 positions, the first four 400; one of them is a chunk, one has seen only a part."""
-    lengths = (500, 470, 430, 420, 300, 231, 209)
-    world = World(kernels, lengths, {i: (0, 400 if i < 4 else 208) for i in range(1, 7)}, kv_type=kv_type, seed=5)
+    """Two levels: all share 528 positions, the first four 784; one of them is a chunk."""
+    lengths = (810, 800, 795, 790, 570, 550, 540)
+    world = World(kernels, lengths, {i: (0, 784 if i < 4 else 528) for i in range(1, 7)}, kv_type=kv_type, seed=5)
     world.write()
     step = [Query(i, length - 1) for i, length in enumerate(lengths)]
-    step[3] = Query(3, 405, 15)
-    runs = [Run(0, 208, tuple(range(7))), Run(208, 400, (0, 1, 2, 3))]
+    step[3] = Query(3, 785, 5)
+    runs = [Run(0, 528, tuple(range(7))), Run(528, 784, (0, 1, 2, 3))]
     want = alone(world, step, window=window)
     assert np.isfinite(want).all()
     shared = 0
@@ -97,18 +97,18 @@ def test_bits_of_shared_runs_are_those_of_private_ones(kernels: Any, kv_type: st
 
 
 def test_runs_that_are_not_worth_it_stay_private(kernels: Any) -> None:
-    world = World(kernels, (100, 100), {1: (0, 80)})
+    world = World(kernels, (230, 230), {1: (0, 208)})
     world.write()
-    step = [Query(0, 99), Query(1, 99)]
+    step = [Query(0, 229), Query(1, 229)]
     want = alone(world, step)
     for run in (Run(0, 48, (0, 1)), Run(16, 80, (0, 1))):  # less than a whole tile
         np.testing.assert_array_equal(world.attend(step, runs=[run], threads=2), want)
         assert world.num_shared_tasks == 0
-    np.testing.assert_array_equal(world.attend(step, runs=[Run(0, 80, (0, 1))], threads=2), want)
+    np.testing.assert_array_equal(world.attend(step, runs=[Run(0, 208, (0, 1))], threads=2, plan_threads=1), want)
     assert world.num_shared_tasks == 1
 
 
-@pytest.mark.parametrize(("prefix", "length", "is_shared"), [(64, 2000, False), (960, 1100, True)])
+@pytest.mark.parametrize(("prefix", "length", "is_shared"), [(64, 2000, False), (192, 2000, False), (960, 1100, True)])
 def test_a_short_prefix_of_long_contexts_stays_private(kernels: Any, prefix: int, length: int, is_shared: bool) -> None:
     """What a run saves must be more than the partials that every member's own tiles leave once it is cut."""
     world = World(kernels, (length,) * 6, dict.fromkeys(range(1, 6), (0, prefix)), seed=11)

@@ -43,14 +43,14 @@ constexpr int64_t FEWEST_ROWS = 24;  // below that, reading K and V costs more t
 struct Costs {
     double tile_read;    // K and V of one tile and KV head from memory
     double row_tile;     // one query row against one tile
-    double row_record;   // writing and reading one record
+    double row_record;   // writing one record and reading it again, both past the nearest cache: a tenth of tile_read
     static constexpr double TASK = 0.3;
 
     explicit Costs(const KvLayout& layout) {
         const double dims = static_cast<double>(layout.head_dim) / 64;
         tile_read = dims * (layout.type == KvType::f32 ? 3.2 : layout.type == KvType::bf16 ? 1.6 : 1.2);
         row_tile = dims * (layout.type == KvType::f32 ? 0.2 : 0.1);
-        row_record = static_cast<double>(layout.head_dim + 16) * 8 / 20000;
+        row_record = static_cast<double>(layout.head_dim + 16) * 8 / 4000;
     }
     double tile(int64_t rows) const { return std::max(tile_read, static_cast<double>(rows) * row_tile); }
 };
