@@ -16,6 +16,7 @@ from kvd.config import CacheConfig, ConfigError, ModelConfig, SchedulerConfig
 from kvd.executor.head_start import HeadStart
 from kvd.executor.host_memory import automatic_pool_bytes, check_pool_fits, map_memory
 from kvd.executor.kernel_choice import GPU_KERNEL_FAMILY, has_gpu_kernels, kernel_family, why_torch
+from kvd.executor.kernels.cpu import native
 from kvd.executor.kv_pool import KvPool, PoolRows, row_bytes
 from kvd.executor.models.decoder import allocate_weights
 from kvd.executor.models.fingerprint import fingerprint
@@ -150,8 +151,10 @@ class OpenedModel:
     def load(self, progress: Callable[[int, int], None]) -> None:
         """Read the weights and run the warm-up steps; then ``runner`` takes steps. ``progress(done_bytes, total_bytes)`` is called as they come."""
         begun_s = time.monotonic()
-        runner = self._make_runner(progress)
         early = self.head_start.weights
+        if early is not None and isinstance(self.pool, KvPool):
+            early.discard()  # they are the native kernels'
+        runner = self._make_runner(progress)
         loaded_s = time.monotonic()
         runner.warm_up()
         self.times["warm_up"] = time.monotonic() - loaded_s
@@ -220,6 +223,8 @@ def open_model(
     reason = why_torch(model.kernels, spec, device, dtype, cache.block_size_tokens)
     # the native kernels have threads of their own; torch only samples beside them
     torch.set_num_threads(threads if reason else 1)
+    if device.type == "cpu" and native.status().isa is not None:
+        native.pool(threads)  # also where torch computes: the sampler draws with it
     quantised = not reason and keeps_quantised(spec, model.weights)
     kv_type = resolve_kv_type(cache.kv_dtype, dtype, reason)
     block_bytes = row_bytes(spec, dtype, cache.block_size_tokens) if reason else native_row_bytes(spec, kv_type)

@@ -18,9 +18,11 @@ import torch
 
 from kvd.executor.attention.backend import AttentionRows
 from kvd.executor.attention.reference import ReferenceAttention
+from kvd.executor.host_cores import compute_threads
 from kvd.executor.kernels.cpu import native
+from kvd.executor.kernels.cpu.native import BLOCK_SIZE_TOKENS
 from kvd.executor.kv_pool import KvPool
-from kvd.executor.native_kv_pool import BLOCK_SIZE_TOKENS, NativeKvPool
+from kvd.executor.native_kv_pool import NativeKvPool
 
 TILE = 64
 REPEAT_S = 0.7
@@ -91,6 +93,10 @@ CASES = (
     Case("16 rows, 992 shared", 16, 1020, shared=992),
     Case("16 rows, 4,000 shared, run off", 16, 4030, shared=4000, runs=False),
     Case("16 rows, 4,000 shared", 16, 4030, shared=4000),
+    Case("16 rows at 4,000, 64 shared, run off", 16, 4000, shared=64, runs=False),
+    Case("16 rows at 4,000, 64 shared", 16, 4000, shared=64),
+    Case("16 rows x 32, 992 shared, run off", 16, 1020, tokens=32, shared=992, runs=False),
+    Case("16 rows x 32, 992 shared", 16, 1020, tokens=32, shared=992),
     Case("64 rows at 150", 64, 150),
     Case("chunk of 512 at 0", 1, 0, tokens=512),
     Case("chunk of 512 at 3,500", 1, 3500, tokens=512),
@@ -185,21 +191,21 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=9)
     parser.add_argument("--kv-heads", type=int, default=3)
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=native.num_usable_cores())
+    parser.add_argument("--threads", type=int, default=compute_threads(0))
     parser.add_argument("--kv-dtype", action="append", choices=("float32", "bfloat16", "int8"))
     parser.add_argument("--no-torch", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     spec = Spec(options.layers, options.heads, options.kv_heads, options.head_dim)
     print(f"{native.status().isa}, {options.threads} threads, {spec}; milliseconds for all layers")
-    print(f"{'':32} {'KV':8} {'plan us':>8} {'attend':>9} {'write':>7} {'GF/s':>6} {'GB/s':>6} {'SDPA':>9} {'times':>6}")
+    print(f"{'':36} {'KV':8} {'plan us':>8} {'attend':>9} {'write':>7} {'GF/s':>6} {'GB/s':>6} {'SDPA':>9} {'times':>6}")
     for case in CASES:
         for kv_type in options.kv_dtype or ("bfloat16",):
             plan, attend, write = native_times(spec, case, kv_type, options.threads)
             flops = case.positions_seen() * spec.num_heads * spec.head_dim * 4 * spec.num_layers
             width = {"float32": 4, "bfloat16": 2, "int8": 1}[kv_type]
             read = case.rows * (case.context + case.tokens) * spec.num_kv_heads * spec.head_dim * 2 * width * spec.num_layers
-            line = f"{case.name:32} {kv_type:8} {plan * 1e6:8.1f} {attend * 1e3:9.3f} {write * 1e3:7.3f} {flops / attend / 1e9:6.0f} {read / attend / 1e9:6.1f}"
+            line = f"{case.name:36} {kv_type:8} {plan * 1e6:8.1f} {attend * 1e3:9.3f} {write * 1e3:7.3f} {flops / attend / 1e9:6.0f} {read / attend / 1e9:6.1f}"
             if not options.no_torch and kv_type != "int8":
                 sdpa = torch_time(spec, case, getattr(torch, kv_type))
                 line += f" {sdpa * 1e3:9.3f} {sdpa / (attend + write):6.1f}"
