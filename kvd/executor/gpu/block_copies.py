@@ -1,7 +1,10 @@
 """Blocks between a GPU's pool and pinned host memory, on side streams, so that steps go on meanwhile.
 
-A copy begins when everything that the executor's queue held before it is done: its stream waits for the compute stream as it is when the copy's turn comes. Nothing that comes later waits for the
-copy: blocks being copied out are leased and not written, blocks being copied in are nobody's until the copy is reported done.
+A copy out begins when everything that the executor's queue held before it is done: its stream waits for the compute stream as it is when the copy's turn comes. Nothing that comes later waits for it, since
+blocks being copied out are leased and not written.
+
+A copy in crosses the bus beside the steps that run, into memory of its own, and is put into the pool by the compute stream, in its turn: only that stream writes to the pool. A block that is given up under
+the copy may have another owner in the next step already, whose writes must come after the copy's.
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ def pinned_memory(num_bytes: int) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class PendingCopy:
-    """A copy that was launched. ``memory`` is kept until it is over."""
+    """A copy that was launched. ``memory`` and ``rows``, its host's and its device's end, are kept until it is over."""
 
     fence: EventFence
     memory: memoryview
+    rows: Tensor
 
     def done(self) -> bool:
         return self.fence.done()
@@ -51,21 +55,22 @@ class SideStreamCopies:
         Raises:
             IndexError: no such block.
         """
-        with torch.inference_mode(), self._after_compute(self._out):
+        self._out.wait_stream(torch.cuda.current_stream(self._pool.device))
+        with torch.inference_mode(), torch.cuda.stream(self._out):
             rows = self._pool.rows.index_select(0, self._pool.device_ids(block_ids))
             self._host_rows(memory).copy_(rows, non_blocking=True)
-            return PendingCopy(EventFence(self._out), memory)
+            return PendingCopy(EventFence(self._out), memory, rows)
 
     def write_blocks(self, block_ids: Sequence[BlockId], memory: memoryview) -> PendingCopy:
         """Copy ``memory``, which is pinned, into rows; errors as ``read_blocks``."""
-        with torch.inference_mode(), self._after_compute(self._in):
+        compute = torch.cuda.current_stream(self._pool.device)
+        with torch.inference_mode():
             ids = self._pool.device_ids(block_ids)
-            self._pool.rows.index_copy_(0, ids, self._host_rows(memory).to(self._pool.device, non_blocking=True))
-            return PendingCopy(EventFence(self._in), memory)
-
-    def _after_compute(self, stream: torch.cuda.Stream) -> torch.cuda.StreamContext:
-        stream.wait_stream(torch.cuda.current_stream(self._pool.device))
-        return torch.cuda.stream(stream)
+            with torch.cuda.stream(self._in):
+                rows = self._host_rows(memory).to(self._pool.device, non_blocking=True)
+            compute.wait_stream(self._in)
+            self._pool.rows.index_copy_(0, ids, rows)
+            return PendingCopy(EventFence(compute), memory, rows)
 
     def _host_rows(self, memory: memoryview) -> Tensor:
         return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)).view(-1, self._pool.row_bytes)
