@@ -279,7 +279,13 @@ class Daemon:
             return Namespace(fingerprint, tenant_salt, adapter)
 
         scheduler = Scheduler(
-            config.scheduler, cache, self._clock, namespace_of=namespace_of, max_model_len=max_model_len, cold_tier=storage.cold_tier
+            config.scheduler,
+            cache,
+            self._clock,
+            namespace_of=namespace_of,
+            max_model_len=max_model_len,
+            shared_tile_tokens=engine.shared_tile_tokens,
+            cold_tier=storage.cold_tier,
         )
         pins = Pins(cache=cache, scheduler=scheduler, recipes=storage.recipe_book, observer=storage, namespace_of=namespace_of)
         reports = Reports(

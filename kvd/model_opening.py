@@ -17,6 +17,7 @@ from kvd.executor.host_memory import check_pool_fits
 from kvd.executor.models.inspect import inspect_model
 from kvd.executor.models.spec import ModelSpec
 from kvd.executor.worker import ExecutorThread, Runner
+from kvd.step import TILE_TOKENS
 
 _FAKE_MODEL_LEN = 8192
 _FAKE_POOL_BYTES = 64 << 20
@@ -35,6 +36,8 @@ class OpenEngine:
     load: Callable[[Callable[[int, int], None]], None]
     max_steps_in_flight: int
     """What ``engine.max_steps_in_flight`` 0 means."""
+    shared_tile_tokens: int
+    """Positions of a tile of attention: what rows share is told in whole ones."""
     facts: dict[str, Any]
     times: dict[str, float] = field(default_factory=dict)
     """Seconds that parts of opening and ``load`` took, by name, some of them beside each other."""
@@ -86,6 +89,7 @@ def _open_fake(config: DaemonConfig) -> OpenEngine:
         executor=ExecutorThread(runner),
         load=lambda _: None,
         max_steps_in_flight=1,
+        shared_tile_tokens=TILE_TOKENS,
         facts={"executor": "fake", "kernels": "fake", "block_bytes": runner.groups()[0].row_bytes},
     )
 
@@ -123,6 +127,7 @@ def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path, 
         load=opened.load,
         times=opened.times,
         max_steps_in_flight=opened.max_steps_in_flight,
+        shared_tile_tokens=opened.shared_tile_tokens,
         facts={
             "executor": "torch",
             "device": str(opened.device),

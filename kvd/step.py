@@ -82,6 +82,9 @@ class SharedRuns:
 
 NO_SHARED_RUNS = SharedRuns()
 
+TILE_TOKENS = 64
+"""Where the executor names no other: attention reduces over tiles of so many positions, at absolute places, so that runs are told in whole ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:

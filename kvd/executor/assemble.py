@@ -26,7 +26,7 @@ from kvd.executor.models.weights.native import keeps_quantised
 from kvd.executor.native_kv_pool import NativeKvPool, native_row_bytes, resolve_kv_type
 from kvd.executor.runner import ModelRunner, TorchRunner
 from kvd.executor.worker import BlockCopies, Later
-from kvd.step import ExecutorOutput, SchedulerOutput
+from kvd.step import TILE_TOKENS, ExecutorOutput, SchedulerOutput
 from kvd.types import BlockId, KvGroup
 
 _GPU_POOL_FRACTION = 0.9
@@ -143,6 +143,8 @@ class OpenedModel:
     """Makes memory that blocks are copied to and from at full speed."""
     max_steps_in_flight: int
     """Steps that keep the device busy: more than one where launching is not computing."""
+    shared_tile_tokens: int
+    """Positions of a tile of attention: runs of blocks that rows share are of use in whole ones."""
 
     @property
     def num_blocks(self) -> int:
@@ -278,6 +280,7 @@ def open_model(
         head_start=head_start,
         host_memory=_pinned_memory() if on_gpu else map_memory,
         max_steps_in_flight=1 if reason and not on_gpu else 2,
+        shared_tile_tokens=_gpu_tile_tokens(dtype) if on_gpu else TILE_TOKENS,
     )
 
 
@@ -285,6 +288,12 @@ def _side_stream_copies(pool: PoolRows) -> BlockCopies:
     from kvd.executor.gpu.block_copies import SideStreamCopies
 
     return SideStreamCopies(pool)
+
+
+def _gpu_tile_tokens(dtype: torch.dtype) -> int:
+    from kvd.executor.kernels.triton.attention import tile_tokens
+
+    return tile_tokens(dtype)
 
 
 def _pinned_memory() -> Callable[[int], memoryview]:

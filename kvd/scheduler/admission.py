@@ -65,3 +65,11 @@ def usable_blocks(command: Submit, namespace: Namespace, cache: CacheManager, nu
     if num_usable < num_needed <= cache.num_blocks:
         num_usable += sum(1 for node in cache.match(command.token_ids, namespace).nodes if node.num_pins)
     return num_usable
+
+
+def lack_of_blocks(num_tokens: int, cache: CacheManager) -> str:
+    """Why a sequence of so many tokens fails that has the pool to itself."""
+    return (
+        f"{num_tokens} tokens need {cache.blocks_for(num_tokens)} KV blocks; "
+        f"of {cache.num_blocks} blocks {cache.pinned_blocks} are pinned, and nobody else holds any"
+    )

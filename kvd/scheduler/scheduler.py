@@ -17,7 +17,7 @@ from kvd.cache.manager import BlockTable, CacheManager, CopyOnWrite, Node
 from kvd.cache.tenants import Selection
 from kvd.commands import Event, RequestFailed, Submit
 from kvd.config import SchedulerConfig
-from kvd.scheduler.admission import clamp_max_tokens, refuse
+from kvd.scheduler.admission import clamp_max_tokens, lack_of_blocks, refuse
 from kvd.scheduler.ending import Endings
 from kvd.scheduler.loads import Loads
 from kvd.scheduler.plan import StepPlan
@@ -25,7 +25,7 @@ from kvd.scheduler.ports import Clock, ColdTier
 from kvd.scheduler.preemption import choose_victim
 from kvd.scheduler.request import Leaving, Request, Sequence
 from kvd.scheduler.roster import Roster
-from kvd.scheduler.shared_runs import TILE_TOKENS
+from kvd.scheduler.shortage import Shortage
 from kvd.step import ExecutorOutput, SchedulerOutput
 from kvd.types import TOKEN_BYTES, ErrorCode, FinishReason, TokenLogprobs
 
@@ -47,8 +47,8 @@ class Scheduler:
         *,
         namespace_of: Callable[[bytes, bytes], Namespace],
         max_model_len: int,
+        shared_tile_tokens: int,
         cold_tier: ColdTier | None = None,
-        shared_tile_tokens: int = TILE_TOKENS,
     ) -> None:
         self._config = config
         self._cache = cache
@@ -57,6 +57,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._roster = Roster(cache, clock, config.max_running, shared_tile_tokens)
         self._loads = Loads(cache, self._roster, cold_tier, int(cache.num_blocks * config.max_loading_fraction))
+        self._shortage = Shortage(cache, self._roster)
         self._counters: Counter[str] = Counter()
         self._endings = Endings(self._roster, clock, self._counters)
         self._requests = self._endings.requests
@@ -337,6 +338,8 @@ class Scheduler:
                 if self._preempt_stalled():
                     continue
                 return
+            if self._shortage.lasts(sequence):
+                return
             request = sequence.request
             match = cache.match(bytes(sequence.tokens), request.namespace)
             self._loads.begin(sequence, match)
@@ -354,6 +357,7 @@ class Scheduler:
                 if roster.num_seated == 0 and cache.num_transient == 0:
                     self._fail_for_lack_of_blocks(sequence, sequence.num_known)
                     continue
+                self._shortage.note(sequence)
                 return
             request.has_used_cache = True
             roster.seat(sequence, table)
@@ -391,11 +395,7 @@ class Scheduler:
         return not self._roster.num_leaving
 
     def _fail_for_lack_of_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        message = (
-            f"{num_tokens} tokens need {self._cache.blocks_for(num_tokens)} KV blocks; "
-            f"of {self._cache.num_blocks} blocks {self._cache.pinned_blocks} are pinned, and nobody else holds any"
-        )
-        self._endings.fail(sequence.request, ErrorCode.KV_CAPACITY, message)
+        self._endings.fail(sequence.request, ErrorCode.KV_CAPACITY, lack_of_blocks(num_tokens, self._cache))
 
     def _stall(self, request: Request) -> None:
         if request.stalled_s is None:

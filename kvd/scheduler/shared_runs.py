@@ -2,7 +2,7 @@
 
 Two tables that hold a block both hold it at the same place, with the same blocks before it: blocks are shared by matching a prefix or by forking, and a table
 changes only at its end, where nobody shares. So the rows form a radix tree over block ids. Its inner nodes are the runs; a row's *tail*, what it
-holds alone, hangs at the last of them and costs nothing: it is looked at again only when a new row matches some of it.
+holds alone, hangs at the last of them and costs nothing from step to step: its next block is looked at when a new row brings more than the runs hold.
 
 A row brings the number of its blocks that were computed before its first step, all of what it matched or was forked from. Nobody who came before it holds
 any of the others, and whoever comes after it brings its own number; hence the longest common prefix of two rows never exceeds what the later of them brought.
@@ -15,9 +15,6 @@ from collections.abc import Collection, Sequence
 
 from kvd.step import NO_SHARED_RUNS, SharedRuns
 from kvd.types import BlockId
-
-TILE_TOKENS = 64
-"""Attention reduces over tiles of so many positions, at absolute places: runs begin and end there, and a shorter one is not worth telling."""
 
 
 class _Run:
@@ -43,7 +40,8 @@ class _Run:
 class RunTree:
     """The live rows' runs. ``tile_blocks``: runs are told in multiples of so many blocks.
 
-    Adding or removing a row costs the runs on its path and one comparison of its blocks with theirs; in between ``current`` returns the same object.
+    Adding or removing a row costs the runs on its path and one comparison of its blocks with theirs; a row that brings more than they hold also costs a look at
+    one block of each row whose tail hangs at the last of them. In between ``current`` returns the same object.
     """
 
     def __init__(self, tile_blocks: int) -> None:
@@ -118,7 +116,7 @@ class RunTree:
         for row, table in found:
             del run.tails[row]
             if wanted in run.children:
-                self._hang(self._descend(run, table, num_blocks), row, table)
+                self._hang(self._descend(run, table, min(num_blocks, len(table))), row, table)
             else:
                 num_common = _common(table, end, block_ids, end, num_blocks)
                 run.children[wanted] = _Run(run, end, block_ids[end : end + num_common], {})
@@ -185,9 +183,9 @@ class RunTree:
                     f"rows {left} and {right} share {shared} blocks, {told} are told"
                 )
 
-    def _told_blocks(self, row: int, tables: dict[int, tuple[Sequence[BlockId], int]]) -> set[tuple[int, BlockId]]:
-        """Places and ids of the blocks of the row's runs."""
-        told: set[tuple[int, BlockId]] = set()
+    def _told_blocks(self, row: int, tables: dict[int, tuple[Sequence[BlockId], int]]) -> set[tuple[int, int]]:
+        """The row's runs and their blocks' places."""
+        told: set[tuple[int, int]] = set()
         current = self.current()
         for number, (first, end) in enumerate(zip(current.first_block, current.end_block, strict=True)):
             rows = current.rows[current.row_offsets[number] : current.row_offsets[number + 1]]
@@ -198,7 +196,7 @@ class RunTree:
                 assert first == len(told), "a row's runs overlap, or leave a hole"
                 assert end <= tables[row][1], f"row {row} shares what it has not computed"
                 assert all(tables[each][0][first:end] == tables[row][0][first:end] for each in rows), "the rows of a run hold other blocks"
-                told.update(enumerate(tables[row][0][first:end], first))
+                told.update((number, place) for place in range(first, end))
         return told
 
     def _check_nodes(self) -> None:

@@ -19,7 +19,7 @@ from kvd.engine.loop import EngineLoop, StartWork
 from kvd.engine.pins import Pins
 from kvd.engine.reports import Reports, StartFacts
 from kvd.scheduler.scheduler import Scheduler
-from kvd.step import ExecutorOutput
+from kvd.step import TILE_TOKENS, ExecutorOutput
 from kvd.transport.inproc import InprocInbox, InprocOutbox
 from kvd.types import KvGroup, SamplingParams, pack_tokens
 
@@ -186,7 +186,9 @@ class EngineAlone:
         config = SchedulerConfig(max_waiting=100_000, **scheduler)
         self.cache = CacheManager(num_blocks=num_blocks, block_size_tokens=BLOCK, policy=eviction_policy("cost", num_blocks, BLOCK))
         clock = SystemClock()
-        self.scheduler = Scheduler(config, self.cache, clock, namespace_of=namespace_of, max_model_len=1 << 20)
+        self.scheduler = Scheduler(
+            config, self.cache, clock, namespace_of=namespace_of, max_model_len=1 << 20, shared_tile_tokens=TILE_TOKENS
+        )
         self.runner = EchoRunner()
         self._now = now
         self.executor = AtOnce(self.runner, now) if make_executor is None else make_executor(self.runner)

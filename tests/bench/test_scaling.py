@@ -95,3 +95,31 @@ def test_a_prompt_costs_what_it_is_long():
         return calls_of(all_steps)
 
     assert serve(8192) <= 64 * serve(128)
+
+
+def test_one_who_waits_for_blocks_costs_a_step_nothing_however_long_its_prompt_is():
+    """Eight streams decode; the head of the queue has a place and lacks blocks, with or without 500 of its own in the cache."""
+
+    def step_beside(num_cached, num_waiting_blocks):
+        engine = EngineAlone(num_blocks=num_cached + 8 * 10 + 8, max_running=16, max_tokens_per_step=1 << 16)
+        tokens = prompt_of(1000, (num_cached + num_waiting_blocks) * BLOCK)
+
+        def step():
+            out = engine.scheduler.schedule()
+            engine.scheduler.update(out, engine.runner.execute(out))
+            engine.cache.take_events()
+
+        if num_cached:
+            engine.scheduler.submit(engine.command(tokens[: num_cached * BLOCK * 4], request=1000, max_tokens=1))
+            step()
+        for number in range(8):
+            engine.scheduler.submit(engine.command(prompt_of(number, 8 * BLOCK + 9), request=number))
+        for _ in range(4):
+            step()
+        engine.scheduler.submit(engine.command(tokens, request=1001, max_tokens=1))
+        step()
+        assert engine.scheduler.num_waiting == 1
+        assert engine.cache.match(tokens, namespace_of(b"", b"")).num_tokens == num_cached * BLOCK
+        return step
+
+    assert calls_of(step_beside(500, 40)) == calls_of(step_beside(0, 10))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvd.executor.assemble import LateRunner
-from kvd.executor.gpu.decode_graphs import DecodeGraphs, Field, Rerun, bucket_sizes
+from kvd.executor.gpu.decode_graphs import DecodeGraphs, Field, Rerun, StaticInputs, bucket_sizes
 from kvd.executor.gpu.device_runner import DeviceRunner, PendingStep
 from kvd.executor.gpu.transfer import download, upload
 from kvd.executor.gpu.triton_model import TritonModel
@@ -241,3 +241,50 @@ def test_it_serves_behind_the_executors_thread_once_warm():
     reference = make_torch_runner()
     assert [columns(executor.collect(ticket)) for ticket in tickets] == [columns(reference.execute(each)) for each in steps]
     assert executor.close(10)
+
+
+def test_warming_up_takes_the_ways_that_serve():
+    """The device's own sampling, greedy and by noise, the host's help, and each graph once by its replay: not only the layers."""
+    limits = {"max_rows": MAX_ROWS, "max_model_len": 20}
+    pool = KvPool(SPEC, 16, SIZE, torch.float32, "cpu")
+    maker = CountedGraphs()
+    runner = DeviceRunner(TritonModel(SPEC, make_decoder().weights, pool, graphs=maker, **limits), pool, VOCAB, **limits)
+    drawn, helped = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        draw, finish = DeviceRunner._draw_on_device, DeviceRunner._finish_here
+        patch.setattr(DeviceRunner, "_draw_on_device", lambda *args: drawn.append("keys" in args[-1]) or draw(*args))
+        patch.setattr(DeviceRunner, "_finish_here", lambda *args: helped.append(1) or finish(*args))
+        runner.warm_up()
+    assert set(drawn) == {False, True}
+    assert helped
+    assert maker.num_replays == len(bucket_sizes(MAX_ROWS))
+
+
+class CountedGraphs(Rerun):
+    num_replays = 0
+
+    def capture(self, work):
+        output, replay = super().capture(work)
+
+        def counted():
+            self.num_replays += 1
+            replay()
+
+        return output, counted
+
+
+def test_of_the_last_field_only_what_a_step_gives_is_sent():
+    inputs = StaticInputs({"positions": Field((2,), -1), "tables": Field((1000, 2), None)}, torch.device("cpu"))
+    assert inputs._words_of({}) <= 4
+    given = {"positions": np.array([7], dtype=np.int32), "tables": np.array([[5], [6], [8]], dtype=np.int32)}
+    assert inputs._words_of(given) <= 4 + 3 * 2
+    inputs.fill(given)
+    assert inputs.views["positions"].tolist() == [7, -1]
+    assert inputs.views["tables"][:3, 0].tolist() == [5, 6, 8]
+    assert not inputs.fits({"tables": np.zeros((1001, 1), dtype=np.int32)})
+
+
+def test_a_graphs_step_costs_its_own_blocks_and_not_the_longest_possible_context():
+    limits = {"max_rows": MAX_ROWS, "max_model_len": 200}
+    model = TritonModel(SPEC, make_decoder().weights, KvPool(SPEC, 16, SIZE, torch.float32, "cpu"), graphs=Rerun(), **limits)
+    assert next(reversed(model._graph_fields(2))) == "tables"

@@ -8,10 +8,14 @@ import torch
 
 from kvd.executor.attention.backend import AttentionRows
 from kvd.executor.attention.tiles import TileShape, plan_tiles
+from kvd.executor.kernels.triton import attention as attention_kernels
+from kvd.executor.kernels.triton import rotary
 from kvd.executor.kernels.triton.activation import silu_mul, silu_mul_reference
-from kvd.executor.kernels.triton.attention import PagedAttention, attention_reference
+from kvd.executor.kernels.triton.attention import PagedAttention, attention_reference, tile_tokens
 from kvd.executor.kernels.triton.norm import add_and_norm, add_and_norm_reference
 from kvd.executor.kernels.triton.rotary import rotate_and_write, rotate_and_write_reference
+from kvd.executor.run_layout import RunLayout
+from kvd.scheduler.shared_runs import RunTree
 
 pytestmark = [pytest.mark.torch, pytest.mark.triton]
 
@@ -52,7 +56,7 @@ def test_rotation_and_writing(dtype, num_heads, num_kv_heads, head_dim, has_norm
     num_layers, num_blocks, layer = 3, 7, 1
     positions = torch.tensor([5, 17, 18, -1, 40], dtype=torch.int32)
     token_rows = torch.tensor([0, 1, 1, 2, 2], dtype=torch.int32)
-    tables = torch.tensor([[3, 0, 0], [1, 6, 0], [5, 4, 2]], dtype=torch.int32)
+    tables = torch.tensor([[3, 0, 0], [1, 6, 0], [5, 4, 2]], dtype=torch.int32).T.contiguous()
     qkv = torch.randn(5, (num_heads + 2 * num_kv_heads) * head_dim, generator=generator).to(dtype)
     norm = torch.randn(num_heads + num_kv_heads, head_dim, generator=generator).to(dtype) if has_norm else None
     angles = torch.rand(64, head_dim // 2, generator=generator) * 6
@@ -114,7 +118,7 @@ class World:
         group = self.q.shape[1] // self.num_kv_heads
         plan = plan_tiles(rows, TileShape(attention.tile_tokens, attention.tile_queries, attention.chunk_queries, group), window)
         out = torch.full_like(self.q, float("nan"))
-        tables = torch.from_numpy(rows.block_tables)
+        tables = torch.from_numpy(rows.block_tables.T.copy())
         partials = attention.new_partials(plan.num_slots)
         for each in partials:
             each.fill_(float("nan"))
@@ -191,3 +195,30 @@ def test_float32_prompts_have_the_bits_of_decoding():
     world.q = world.q[139:]
     one, _ = world.attend(0, last)
     assert torch.equal(one[0], chunk[139])
+
+
+@pytest.mark.parametrize("kernel", [attention_kernels._attend_pieces, attention_kernels._attend_chunks, rotary._rotate_and_write])
+def test_no_number_of_a_step_makes_another_kernel(kernel):
+    """Triton compiles one more for an integer that is 1, or divisible by 16, unless it is told not to look: while serving, all streams would stand."""
+    assert {"plane", "table_stride"} <= set(kernel.kwargs["do_not_specialize"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_runs_told_in_the_kernels_own_tiles_cover_every_tile_that_rows_share(dtype):
+    """Three rows share 12 blocks and two of them 20: with tiles of 128 positions the second is shared by two, though it begins within the first run."""
+    tile = tile_tokens(dtype)
+    stem, branch = list(range(12)), list(range(12, 20))
+    tables = [[*stem, *branch, 30], [*stem, *branch, 31], [*stem, 32]]
+    tree = RunTree(tile // BLOCK)
+    for row, (table, num_matched) in enumerate(zip(tables, (0, 20, 12), strict=True)):
+        tree.add(row, table, num_matched)
+    computed = np.array([12 * BLOCK + 3, 20 * BLOCK + 1, 20 * BLOCK + 2])
+    by_context = np.array([2, 0, 1])
+    runs = RunLayout(3, BLOCK).lay_out(tree.current(), by_context)
+    ones, order = np.ones(3, dtype=np.int64), np.arange(3)
+    block_tables = np.array([[*tables[row], *[0] * (21 - len(tables[row]))] for row in by_context], dtype=np.int32)
+    rows = AttentionRows(ones, computed, np.arange(4), computed, order, block_tables, *runs)
+    plan = plan_tiles(rows, TileShape(tile, 16, 64, 1), 0)
+    sharers = {piece[3]: piece[1] for piece in plan.pieces.tolist() if piece[1] > 1}
+    assert sharers == {each: 3 if (each + 1) * tile <= 12 * BLOCK else 2 for each in range(20 * BLOCK // tile)}
+    assert len(plan.pieces) == sum(computed // tile + 1) - sum(count - 1 for count in sharers.values())

@@ -4,8 +4,8 @@
     python3 tests/gpu/gpu_check.py [--tiny] [--json FILE]    # there, in the checkout; under five minutes
 
 It needs torch with CUDA, Triton and numpy; of kvd's other needs only msgspec. First the kernels and the runner against their references, over random rows; then copies on side streams
-under running steps; then figures of a random model of Llama 3.2 1B's shape next to torch's scaled-dot-product attention. With TRITON_INTERPRET=1 and --tiny all but CUDA's own
-parts runs on a CPU: the test of this script. Exit status 1: something was not equal.
+under running steps, and whether the warm-up compiled every kernel; then figures of a random model of Llama 3.2 1B's shape next to torch's scaled-dot-product attention.
+With TRITON_INTERPRET=1 and --tiny all but CUDA's own parts runs on a CPU: the test of this script. Exit status 1: something was not equal.
 """
 
 from __future__ import annotations
@@ -14,160 +14,29 @@ import argparse
 import json
 import sys
 import time
-import traceback
 from collections import deque
-from dataclasses import fields, replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "clients/python")]
+import numpy as np
+import torch
+from gpu_world import BLOCK, LLAMA_1B, TINY, Driver, Report, begin_rows, prompt_tokens, random_decoder, start, synchronise
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-from kvd.executor.attention.backend import AttentionRows  # noqa: E402
-from kvd.executor.attention.tiles import TileShape, plan_tiles  # noqa: E402
-from kvd.executor.gpu.decode_graphs import CudaGraphs, Rerun  # noqa: E402
-from kvd.executor.gpu.device_runner import DeviceRunner  # noqa: E402
-from kvd.executor.gpu.triton_model import TritonModel  # noqa: E402
-from kvd.executor.kernels.triton.activation import silu_mul, silu_mul_reference  # noqa: E402
-from kvd.executor.kernels.triton.attention import PagedAttention, attention_reference  # noqa: E402
-from kvd.executor.kernels.triton.norm import add_and_norm, add_and_norm_reference  # noqa: E402
-from kvd.executor.kv_pool import KvPool  # noqa: E402
-from kvd.executor.models.decoder import Decoder, allocate_weights  # noqa: E402
-from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec  # noqa: E402
-from kvd.executor.runner import TorchRunner  # noqa: E402
-from kvd.executor.worker import ExecutorThread  # noqa: E402
-from kvd.step import ContinuedRows, SchedulerOutput, SharedRuns, StartedRow  # noqa: E402
-from kvd.types import KvGroup, SamplingParams, pack_tokens  # noqa: E402
-
-BLOCK = 16
-GREEDY = SamplingParams(temperature=0.0)
-TINY = ModelSpec(
-    architecture=Architecture.LLAMA, name="tiny", num_layers=2, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=16,
-    vocab_size=97, max_positions=512, rms_norm_eps=1e-5, rope=RopeSpec(theta=5e5), windows=(0, 0), qkv_bias=False, qk_norm=False, tied_head=True,
-    eos_token_ids=(0,), weights_format="safetensors", weights_dtype="bfloat16",
-)  # fmt: skip
-LLAMA_1B = replace(
-    TINY, name="random 1B", num_layers=16, hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=8, head_dim=64, vocab_size=128_256,
-    max_positions=8192, windows=(0,) * 16,
-)  # fmt: skip
-
-
-class Report:
-    """Lines as they come, and all of them as JSON."""
-
-    def __init__(self) -> None:
-        self.entries: list[dict[str, object]] = []
-        self.num_failed = 0
-        self._began_s = time.monotonic()
-
-    def say(self, name: str, **values: object) -> None:
-        self.entries.append({"name": name, **values})
-        shown = "  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items())
-        print(f"[{time.monotonic() - self._began_s:6.1f} s] {name:44} {shown}", flush=True)
-
-    def check(self, name: str, is_good: bool, **values: object) -> None:
-        self.num_failed += not is_good
-        self.say(name, verdict="equal" if is_good else "NOT EQUAL", **values)
-
-    def part(self, work, *args) -> None:
-        """One part's failure keeps nothing of the others back."""
-        try:
-            work(self, *args)
-        except Exception:
-            self.num_failed += 1
-            self.say(work.__name__, verdict="RAISED")
-            traceback.print_exc()
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def random_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
-    weights = allocate_weights(spec, dtype=dtype, device=device)
-    generator = torch.Generator(device).manual_seed(3)
-    weights.embedding.normal_(0, 1, generator=generator)
-    weights.final_norm.fill_(1)
-    for layer in weights.layers:
-        for each in fields(layer):
-            tensor = getattr(layer, each.name)
-            if tensor is not None:
-                tensor.fill_(1) if tensor.dim() == 1 else tensor.normal_(0, tensor.shape[1] ** -0.5, generator=generator)
-    return Decoder(spec, weights)
-
-
-def start(row, tokens, blocks, *, num_computed=0, num_tokens=None):
-    todo = len(tokens) - num_computed if num_tokens is None else num_tokens
-    return StartedRow(row, pack_tokens(tokens), len(tokens), num_computed, todo, tuple(blocks), GREEDY)
-
-
-class Driver:
-    """Hands blocks to rows and keeps up to two steps in flight, as the engine does."""
-
-    def __init__(self, runner, spec, num_blocks: int, in_flight: int = 2) -> None:
-        self.runner, self.spec = runner, spec
-        self._free = list(range(num_blocks))
-        self._lengths: dict[int, int] = {}
-        self._step = 0
-        self._in_flight = in_flight
-        self._pending: deque = deque()
-        self.said: dict[int, list[int]] = {}
-
-    def take(self, count: int) -> list[int]:
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
-
-    def submit(self, started=(), going=(), runs=None) -> None:
-        """``going``: (row, number of tokens); blocks are added as they are needed."""
-        offsets, ids = [0], []
-        for row, count in going:
-            before = -(-self._lengths[row] // BLOCK)
-            self._lengths[row] += count
-            ids += self.take(-(-self._lengths[row] // BLOCK) - before)
-            offsets.append(len(ids))
-        for each in started:
-            self._lengths[each.row] = len(each.block_ids) * BLOCK
-        step = SchedulerOutput(
-            self._step, tuple(started), ContinuedRows([row for row, _ in going], [count for _, count in going], offsets, ids)
-        )
-        self._step += 1
-        self._pending.append(self.runner.launch(step if runs is None else replace(step, shared_runs=runs)))
-        while len(self._pending) >= self._in_flight:
-            self.collect()
-
-    def collect(self) -> None:
-        pending = self._pending.popleft()
-        output = pending.result() if hasattr(pending, "result") else pending
-        assert not output.failed_rows
-        for row, token_id in zip(output.rows, output.token_ids, strict=True):
-            self.said.setdefault(row, []).append(token_id)
-
-    def drain(self) -> None:
-        while self._pending:
-            self.collect()
-
-
-def prompt_tokens(spec: ModelSpec, length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(1, spec.vocab_size, length).tolist()
-
-
-def begin_rows(driver: Driver, num_rows: int, context: int, *, prefix: int = 0) -> SharedRuns | None:
-    """Rows whose first ``context`` positions are taken as computed (the pool holds noise); of these the first ``prefix`` are in common."""
-    common = driver.take(prefix // BLOCK)
-    started = []
-    for row in range(num_rows):
-        blocks = [*common, *driver.take(-(-(context + 1) // BLOCK) - len(common))]
-        started.append(start(row, prompt_tokens(driver.spec, context + 1, row), blocks, num_computed=context))
-        driver._lengths[row] = context + 1
-    runs = SharedRuns([0], [prefix // BLOCK], [0, num_rows], list(range(num_rows))) if prefix and num_rows > 1 else None
-    driver.submit(started, runs=runs)
-    for row in range(num_rows):
-        driver._lengths[row] = context + 1
-    return runs
-
+from kvd.executor.attention.backend import AttentionRows
+from kvd.executor.attention.tiles import TileShape, plan_tiles
+from kvd.executor.gpu.decode_graphs import CudaGraphs, Rerun
+from kvd.executor.gpu.device_runner import DeviceRunner
+from kvd.executor.gpu.triton_model import TritonModel
+from kvd.executor.kernels.triton import activation, norm, rotary
+from kvd.executor.kernels.triton import attention as attention_kernels
+from kvd.executor.kernels.triton.activation import silu_mul, silu_mul_reference
+from kvd.executor.kernels.triton.attention import PagedAttention, attention_reference
+from kvd.executor.kernels.triton.norm import add_and_norm, add_and_norm_reference
+from kvd.executor.kv_pool import KvPool
+from kvd.executor.models.decoder import Decoder
+from kvd.executor.models.spec import ModelSpec
+from kvd.executor.runner import TorchRunner
+from kvd.executor.worker import ExecutorThread
+from kvd.types import KvGroup
 
 # ------------------------------------------------------------------------------------------------ equality
 
@@ -234,11 +103,11 @@ def attention(report: Report, device: torch.device, num_worlds: int) -> None:
             out = torch.full_like(q, float("nan"))
             if len(plan.slots):
                 paged.attend_pieces(
-                    0, window, q, put(tables), put([len(plan.pieces)]), put(plan.pieces), put(plan.piece_tokens), put(positions), put(plan.slots),
+                    0, window, q, put(tables.T), put([len(plan.pieces)]), put(plan.pieces), put(plan.piece_tokens), put(positions), put(plan.slots),
                     paged.new_partials(plan.num_slots), out,
                 )  # fmt: skip
             if len(plan.chunks):
-                paged.attend_chunks(0, window, q, put(tables), put(plan.chunks), out)
+                paged.attend_chunks(0, window, q, put(tables.T), put(plan.chunks), out)
             results.append(out)
         difference = 0.0
         for row in range(num_rows):
@@ -281,7 +150,7 @@ def runners(report: Report, device: torch.device) -> None:
 
 
 def side_streams(report: Report, device: torch.device) -> None:
-    """Blocks copied out and in while the compute stream is busy: bytes equal, and a write after the copy does not reach it."""
+    """Copies while the compute stream is busy: out comes what the steps before it wrote; what a step writes after a copy in stays."""
     from kvd.executor.gpu.block_copies import SideStreamCopies, pinned_memory
 
     pool = KvPool(LLAMA_1B, 64, BLOCK, torch.bfloat16, device)
@@ -290,15 +159,101 @@ def side_streams(report: Report, device: torch.device) -> None:
     copies = SideStreamCopies(pool)
     memory = pinned_memory(16 * pool.row_bytes)
     busy = torch.randn(4096, 4096, device=device)
-    for _ in range(20):
-        busy = busy @ busy * 1e-3
-    pool.rows[16:32] = pool.rows[:16]  # a write that the queue held before the copy
-    out = copies.read_blocks(list(range(16, 32)), memory)
-    pool.rows[:8].zero_()
-    out.result()
+
+    def keep_busy() -> None:
+        nonlocal busy
+        for _ in range(20):
+            busy = busy @ busy * 1e-3
+
+    keep_busy()
+    pool.rows[16:32] = pool.rows[:16]
+    copies.read_blocks(list(range(16, 32)), memory).result()
     report.check("copy out after the steps before it", bytes(memory) == expected)
-    copies.write_blocks(list(range(40, 56)), memory).result()
-    report.check("copy in", pool.rows[40:56].cpu().numpy().tobytes() == expected)
+    keep_busy()
+    pool.rows[40:56].fill_(1)
+    copied = copies.write_blocks(list(range(40, 56)), memory)
+    pool.rows[40:48].fill_(2)  # the blocks were given up, and the next step's rows have them
+    keep_busy()
+    copied.result()
+    synchronise(device)
+    report.check("copy in after the steps before it", pool.rows[48:56].cpu().numpy().tobytes() == expected[8 * pool.row_bytes :])
+    report.check("steps after a copy in", bool((pool.rows[40:48] == 2).all()))
+
+
+def copies_under_steps(report: Report, device: torch.device) -> None:
+    """Greedy tokens of a model with and without blocks going in and out beside its steps, and the bytes of these."""
+    decoder = random_decoder(TINY, torch.float32, device)
+    num_own, num_other, num_steps = 40, 8, 40 if device.type == "cuda" else 2
+    said = []
+    is_whole = True
+    for has_copies in (False, True):
+        pool = KvPool(TINY, num_own + num_other, BLOCK, torch.float32, device)
+        limits = {"max_rows": 2, "max_model_len": 200}
+        runner = DeviceRunner(TritonModel(TINY, decoder.weights, pool, **limits), pool, TINY.vocab_size, **limits)
+        copies, allocate = copies_of(pool)
+        sent, got = allocate(num_other * pool.row_bytes), allocate(num_other * pool.row_bytes)
+        ids = list(range(num_own, num_own + num_other))
+        driver = Driver(runner, TINY, num_own)
+        driver.submit([start(row, prompt_tokens(TINY, 33, row), driver.take(3)) for row in range(2)])
+        driver._lengths = {0: 33, 1: 33}
+        for step in range(num_steps):
+            driver.submit(going=[(row, 1) for row in range(2)])
+            if has_copies:
+                sent[:] = bytes([step + 1]) * len(sent)
+                pending = [copies.write_blocks(ids, sent), copies.read_blocks(ids, got)]
+                driver.submit(going=[(row, 1) for row in range(2)])
+                for each in pending:
+                    if each is not None:
+                        each.result()
+                is_whole = is_whole and bytes(got) == bytes(sent)
+            else:
+                driver.submit(going=[(row, 1) for row in range(2)])
+        driver.drain()
+        said.append(driver.said)
+    report.check("tokens with and without copies beside the steps", said[0] == said[1])
+    report.check("blocks in and out beside the steps", is_whole)
+
+
+def compiled_once(report: Report, device: torch.device) -> None:
+    """No mixed step after the warm-up compiles a kernel, whatever number of blocks its longest row has."""
+    lengths, max_model_len = ((15, 16, 17), 400) if device.type == "cuda" else ((1, 2), 40)
+    limits = {"max_rows": 4, "max_model_len": max_model_len}
+    pool = KvPool(TINY, 200, BLOCK, torch.float32, device)
+    weights = random_decoder(TINY, torch.float32, device).weights
+    model = TritonModel(TINY, weights, pool, graphs=CudaGraphs(device) if device.type == "cuda" else Rerun(), **limits)
+    runner = DeviceRunner(model, pool, TINY.vocab_size, **limits)
+    runner.warm_up()
+    num_compiled = count_compiled()
+    driver = Driver(runner, TINY, 200)
+    driver.submit([start(0, prompt_tokens(TINY, 5), driver.take(1))])
+    driver._lengths[0] = 5
+    for row, num_blocks in enumerate(lengths, 1):
+        driver.submit([start(row, prompt_tokens(TINY, num_blocks * BLOCK - 1, row), driver.take(num_blocks))], going=[(0, 1)])
+        driver._lengths[row] = num_blocks * BLOCK - 1
+    driver.drain()
+    report.check(
+        "kernels after the warm-up", count_compiled() == num_compiled, compiled=num_compiled, later=count_compiled() - num_compiled
+    )
+
+
+def count_compiled() -> int:
+    """Kernels that Triton has compiled in this process, variants counted singly; under the interpreter none."""
+    kernels = (
+        attention_kernels._attend_pieces, attention_kernels._merge_pieces, attention_kernels._attend_chunks, rotary._rotate_and_write,
+        norm._add_and_norm, activation._silu_mul,
+    )  # fmt: skip
+    return sum(len(caches[0]) for kernel in kernels for caches in getattr(kernel, "device_caches", {}).values())
+
+
+def copies_of(pool: KvPool):
+    """What copies the pool's blocks as the daemon would, and what makes the memory for it."""
+    if pool.device.type != "cuda":
+        from kvd.executor.host_memory import map_memory
+
+        return pool, map_memory
+    from kvd.executor.gpu.block_copies import SideStreamCopies, pinned_memory
+
+    return SideStreamCopies(pool), pinned_memory
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -406,13 +361,7 @@ def figures(report: Report, device: torch.device, spec: ModelSpec, *, is_tiny: b
 
 def restored(report: Report, bench: Bench, length: int, hit: int, hit_s: float) -> None:
     """From the host's memory to the pool, as a rehydration's last leg (the disk before it is not in this)."""
-    from kvd.executor.host_memory import map_memory
-
-    copies, allocate = bench.pool, map_memory
-    if bench.device.type == "cuda":
-        from kvd.executor.gpu.block_copies import SideStreamCopies, pinned_memory
-
-        copies, allocate = SideStreamCopies(bench.pool), pinned_memory
+    copies, allocate = copies_of(bench.pool)
     executor = ExecutorThread(CopyRunner(bench.pool, copies), allocate)
     row_bytes = bench.pool.row_bytes
     at_once = max(1, min((8 << 20) // row_bytes, hit // BLOCK))
@@ -458,6 +407,8 @@ def main(arguments: list[str] | None = None) -> int:
         report.part(small_kernels, device)
         report.part(attention, device, 3 if options.tiny else 24)
         report.part(runners, device)
+        report.part(copies_under_steps, device)
+        report.part(compiled_once, device)
         if device.type == "cuda":
             report.part(side_streams, device)
         report.part(lambda *args: figures(*args, is_tiny=options.tiny), device, TINY if options.tiny else LLAMA_1B)

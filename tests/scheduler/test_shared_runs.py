@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulation import Simulation
 
@@ -13,19 +13,39 @@ from kvd.step import NO_SHARED_RUNS
 
 
 class Tables:
-    """Tables of full blocks, as the cache would hand them out: a new one takes over blocks that another has computed, and gets fresh ones after these."""
+    """Tables of full blocks, as the cache would hand them out: a new one takes over blocks that another has computed, and gets fresh ones after these.
+
+    A *follower* begins with fewer blocks than it takes over, as if the rest were just being computed. ``catch_up`` brings the rest; what a broken one waited
+    for will not come, so that it brings nothing and stays a follower.
+    """
 
     def __init__(self, tile_blocks):
         self.tree = RunTree(tile_blocks)
         self.tables = {}
+        self.matched = {}
+        """Of each follower, how many of its blocks it took over."""
+        self.broken = set()
         self.fresh = itertools.count(1000)
 
-    def begin(self, row, source, num_matched, num_own):
-        matched = self.tables[source][:num_matched] if source in self.tables else []
+    def begin(self, row, source, num_matched, num_own, num_awaited=0):
         if row in self.tables:
             return
+        # what a follower has for itself, nobody matches before it has caught up
+        matched = self.tables[source][: min(num_matched, self.matched.get(source, num_matched))] if source in self.tables else []
         self.tables[row] = [*matched, *itertools.islice(self.fresh, num_own)]
-        self.tree.add(row, self.tables[row], len(matched))
+        if num_awaited:
+            self.matched[row] = len(matched)
+        self.tree.add(row, self.tables[row], max(0, len(matched) - num_awaited))
+
+    def catch_up(self, break_row=None):
+        ready = [row for row in self.matched if row not in self.broken]
+        self.broken.update({break_row} & set(ready))
+        for row in ready:
+            self.tree.remove(row)
+        for row in ready:
+            self.tree.add(row, self.tables[row], 0 if row in self.broken else self.matched[row])
+            if row not in self.broken:
+                del self.matched[row]
 
     def grow(self, row, num_blocks):
         if row in self.tables:
@@ -34,19 +54,24 @@ class Tables:
     def end(self, row):
         self.tree.remove(row)
         self.tables.pop(row, None)
+        self.matched.pop(row, None)
+        self.broken.discard(row)
 
     def check(self):
-        self.tree.check_invariants({row: (table, len(table)) for row, table in self.tables.items()})
+        self.tree.check_invariants({row: (table, len(table)) for row, table in self.tables.items()}, followers=set(self.matched))
 
 
-rows = st.integers(0, 7)
+rows = st.integers(0, 5)
 begins = st.tuples(st.just("begin"), rows, rows, st.integers(0, 12), st.integers(0, 5))
+follows = st.tuples(st.just("begin"), rows, rows, st.integers(1, 12), st.integers(0, 2), st.integers(1, 12))
+catches_up = st.tuples(st.just("catch_up"), st.one_of(st.none(), rows))
 grows = st.tuples(st.just("grow"), rows, st.integers(1, 5))
 ends = st.tuples(st.just("end"), rows)
 
 
 @settings(max_examples=150, deadline=None)
-@given(tile_blocks=st.sampled_from([1, 1, 2, 4]), what=st.lists(st.one_of(begins, begins, grows, ends), max_size=40))
+@given(tile_blocks=st.sampled_from([1, 1, 2, 4]), what=st.lists(st.one_of(begins, begins, follows, catches_up, grows, ends), max_size=40))
+@example(tile_blocks=1, what=[("begin", 0, 0, 0, 4), ("begin", 1, 0, 2, 0, 2), ("catch_up", 1), ("begin", 2, 0, 3, 1)])
 def test_whatever_comes_and_goes_the_runs_are_the_longest_common_prefixes(tile_blocks, what):
     tables = Tables(tile_blocks)
     for name, *arguments in what:
@@ -90,6 +115,15 @@ def test_rows_that_found_nobody_while_they_waited_are_found_together():
     assert runs_of(tree) == [(0, 2, [0, 1, 2, 3]), (2, 3, [1, 2, 3])]
 
 
+def test_rows_that_found_nobody_may_be_shorter_than_what_the_one_who_finds_them_brings():
+    tree = RunTree(1)
+    tables = {0: [0, 1], 1: [0, 1], 2: [0, 1, 2, 3]}
+    for row, num_blocks in ((0, 0), (1, 0), (2, 3)):
+        tree.add(row, tables[row], num_blocks)
+    tree.check_invariants({row: (table, len(table)) for row, table in tables.items()})
+    assert runs_of(tree) == [(0, 2, [0, 1, 2])]
+
+
 def test_a_run_whose_rows_all_go_on_together_stays_one():
     tree = RunTree(1)
     tables = {0: [0, 2, 3], 1: [0, 2, 5], 2: [0, 2, 6]}
@@ -105,6 +139,15 @@ def test_runs_begin_and_end_with_tiles():
     tree.add(1, [*range(7), 100], 7)
     tree.add(2, [*range(14), 200], 14)
     assert runs_of(tree) == [(0, 4, [0, 1, 2]), (4, 12, [0, 2])]
+
+
+def test_two_runs_may_begin_with_one_block_that_is_less_than_a_tile():
+    tree = RunTree(2)
+    tables = {0: [0, 1], 1: [0, 2], 2: [0, 1], 3: [0, 2]}
+    for row, num_blocks in ((0, 0), (1, 1), (2, 2), (3, 2)):
+        tree.add(row, tables[row], num_blocks)
+    tree.check_invariants({row: (table, len(table)) for row, table in tables.items()})
+    assert runs_of(tree) == [(0, 2, [0, 2]), (0, 2, [1, 3])]
 
 
 def test_fewer_blocks_than_a_tile_are_no_run():

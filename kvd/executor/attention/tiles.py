@@ -80,8 +80,10 @@ def _private_pieces(rows: AttentionRows, shape: TileShape, window: int, num_smal
     counts = end - first
     row = np.repeat(np.arange(num_small), counts)
     tile = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - first, counts)
-    pieces = np.stack([rows.starts[row], rows.num_tokens[row], row, tile], axis=1)
-    return pieces if is_shared is None else pieces[~is_shared[row, tile]]
+    if is_shared is not None:
+        is_private = ~is_shared[row, tile]
+        row, tile = row[is_private], tile[is_private]
+    return np.stack([rows.starts[row], rows.num_tokens[row], row, tile], axis=1)
 
 
 def _shared_pieces(rows: AttentionRows, shape: TileShape, window: int, num_small: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -72,7 +72,10 @@ class Rerun:
 
 
 class StaticInputs:
-    """Named int32 inputs at fixed places of one run of device memory, all padding at first."""
+    """Named int32 inputs at fixed places of one run of device memory, all padding at first.
+
+    Where the last field has no padding, what a step does not give of its first axis stays behind: so the largest belongs there.
+    """
 
     def __init__(self, fields: Mapping[str, Field], device: torch.device) -> None:
         self._fields = dict(fields)
@@ -91,15 +94,25 @@ class StaticInputs:
 
     def fill(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Copy ``arrays`` to the first places of their fields and padding behind them, in one transfer."""
-        host = torch.empty(len(self._memory), dtype=torch.int32, pin_memory=self._memory.device.type == "cuda")
+        num_words = self._words_of(arrays)
+        host = torch.empty(num_words, dtype=torch.int32, pin_memory=self._memory.device.type == "cuda")
         words = host.numpy()
         for name, field in self._fields.items():
-            target = words[self._places[name]].reshape(field.shape)
+            target = words[self._places[name]]
             if field.padding is not None:
                 target.fill(field.padding)
             if name in arrays:
+                target = target.reshape(-1, *field.shape[1:])
                 target[tuple(slice(size) for size in arrays[name].shape)] = arrays[name]
-        self._memory.copy_(host, non_blocking=True)
+        self._memory[:num_words].copy_(host, non_blocking=True)
+
+    def _words_of(self, arrays: Mapping[str, np.ndarray]) -> int:
+        """From the first word on, how many of the memory a step changes."""
+        name, field = next(reversed(self._fields.items()))
+        if field.padding is not None:
+            return len(self._memory)
+        num_given = len(arrays[name]) if name in arrays else 0
+        return self._places[name].start + num_given * int(np.prod(field.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +151,7 @@ class DecodeGraphs:
         for bucket in reversed(self._buckets):
             inputs = StaticInputs(self._fields(bucket), self._device)
             output, replay = self._maker.capture(lambda inputs=inputs: self._work(inputs.views))  # type: ignore[misc]
+            replay()  # the first launch of a graph brings it to the device
             self._graphs[bucket] = _Graph(inputs, output, replay)
 
     def run(self, num_rows: int, arrays: Mapping[str, np.ndarray]) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvd.executor.gpu.transfer import Download, download, upload
 from kvd.executor.gpu.triton_model import TritonHidden, TritonModel
 from kvd.executor.input_batch import StepRows
-from kvd.executor.kv_pool import KvPool
+from kvd.executor.kv_pool import KvPool, PoolRows
 from kvd.executor.runner import ModelRunner
 from kvd.executor.sampling.noise import gumbel, stream_keys
 from kvd.step import ExecutorOutput, SchedulerOutput
@@ -89,6 +89,11 @@ class DeviceRunner(ModelRunner):
         """As ``ModelRunner.warm_up``, then the graphs of decoding, over no block at all."""
         super().warm_up()
         self._triton.capture()
+
+    def _scratch(self, pool: PoolRows) -> DeviceRunner:
+        assert isinstance(pool, KvPool), "a scratch pool is of its pool's kind"
+        model = self._triton.over(pool)
+        return DeviceRunner(model, pool, self._vocab_size, max_rows=self._max_rows, max_model_len=self._max_model_len)
 
     def _upload(self, step: SchedulerOutput, rows: StepRows, reached: np.ndarray, positions: np.ndarray) -> dict[str, Tensor]:
         sampled_rows = rows.rows[reached]

@@ -39,6 +39,7 @@ class TritonModel:
     """
 
     warm_up_prompts = (1, 16, 64, 256, 512)
+    warm_up_rows = 1 << 16
 
     def __init__(
         self,
@@ -98,7 +99,6 @@ class TritonModel:
             "source_rows": rows.rows[attention.token_rows].astype(np.int32),
             "positions": attention.positions.astype(np.int32),
             "token_rows": attention.token_rows.astype(np.int32),
-            "tables": attention.block_tables,
         }
         num_slots = 0
         for window in self._windows:
@@ -109,6 +109,7 @@ class TritonModel:
             arrays[f"piece_tokens.{window}"] = plan.piece_tokens
             arrays[f"slots.{window}"] = plan.slots
             arrays[f"chunks.{window}"] = plan.chunks
+        arrays["tables"] = attention.block_tables.T
         residual = None
         if self._graphs is not None and len(attention.positions) == len(rows.rows) and num_slots <= self._graph_slots:
             residual = self._graphs.run(len(rows.rows), arrays)
@@ -132,7 +133,6 @@ class TritonModel:
             "source_rows": per_row,
             "positions": Field((num_rows,), -1),
             "token_rows": per_row,
-            "tables": Field((num_rows, -(-self._max_model_len // self._pool.block_size_tokens) + 1), None),
         }
         most_pieces = max(num_rows, min(self._graph_slots, num_rows * -(-self._max_model_len // self._tiles.tile_tokens)))
         for window in self._windows:
@@ -141,6 +141,8 @@ class TritonModel:
             fields[f"piece_tokens.{window}"] = Field((num_rows * _GRAPH_RUN_TOKENS,), None)
             fields[f"slots.{window}"] = per_row
             fields[f"chunks.{window}"] = Field((0, 4), None)
+        # by far the largest, so last, and block by block: a step brings as many as its longest row has
+        fields["tables"] = Field((-(-self._max_model_len // self._pool.block_size_tokens) + 1, num_rows), None)
         return fields
 
     def _layers(self, inputs: Mapping[str, Tensor], partials: tuple[Tensor, Tensor]) -> Tensor:

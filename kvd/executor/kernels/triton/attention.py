@@ -5,7 +5,7 @@ query and the tile alone; partials are merged in ascending order of tiles (Milak
 al. 2023). So a run of blocks that many rows share can be attended once for all of them (ChunkAttention, Ye et al. 2024; Hydragen, Juravsky et al. 2024;
 FlashInfer's cascade, Ye et al. 2025): each query gets the very partials that it would get alone, bit for bit, since one kernel of one shape computes both.
 
-Two ways through the tiles. ``attend_tiles``, for rows of few tokens: one program a *piece* (a tile and the queries that see it), its partials written out and merged by a
+Two ways through the tiles. ``attend_pieces``, for rows of few tokens: one program a *piece* (a tile and the queries that see it), its partials written out and merged by a
 second kernel. ``attend_chunks``, for prompts: one program for some queries of a row, over all tiles, merged in registers. A matrix product gives each of its rows the same
 sum whatever the other rows hold; a program's rows are the queries of the heads that share a KV head.
 """
@@ -21,6 +21,7 @@ def _tile_partial(
     queries,
     query_positions,
     table,
+    table_stride,
     tile,
     last_position,
     pool,
@@ -38,11 +39,11 @@ def _tile_partial(
 ):
     """``queries [lanes, DIMS]`` over tile ``tile`` of a block table: largest ``[lanes]``, sums ``[lanes]``, weighted values ``[lanes, DIMS]``.
 
-    Nothing behind ``last_position`` is loaded: what lies there may be no number, and zero times that would be none either.
+    The table's entries lie ``table_stride`` apart. Nothing behind ``last_position`` is loaded: what lies there may be no number, and zero times that would be none either.
     """
     position = tile * TILE + tl.arange(0, TILE)
     is_written = position <= last_position
-    block = tl.load(table + position // BLOCK, mask=is_written, other=0).to(tl.int64)
+    block = tl.load(table + position // BLOCK * table_stride, mask=is_written, other=0).to(tl.int64)
     place = (block * planes_per_block + plane) * BLOCK + position % BLOCK
     dim = tl.arange(0, DIMS)
     offset = (place * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim[None, :]
@@ -77,7 +78,7 @@ def _first_tile(position, TILE: tl.constexpr, WINDOW: tl.constexpr):
     return tl.maximum(position - WINDOW + 1, 0) // TILE if WINDOW > 0 else position * 0
 
 
-@triton.jit(do_not_specialize=["plane"])
+@triton.jit(do_not_specialize=["plane", "table_stride"])
 def _attend_pieces(
     q,
     pool,
@@ -120,7 +121,7 @@ def _attend_pieces(
         is_there = is_query[:, None] & (dim < HEAD_DIM)[None, :]
         queries = tl.load(q + query, mask=is_there, other=0.0)
         largest, total, weighted = _tile_partial(
-            queries, position, tables + row.to(tl.int64) * table_stride, tile, tl.max(position, axis=0), pool, plane, planes_per_block, kv_head, scale,
+            queries, position, tables + row, table_stride, tile, tl.max(position, axis=0), pool, plane, planes_per_block, kv_head, scale,
             NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, WINDOW, OPERAND,
         )  # fmt: skip
         slot = (tl.load(slots + token, mask=is_query, other=0) + tile).to(tl.int64) * NUM_HEADS + head
@@ -168,7 +169,7 @@ def _merge_pieces(
     tl.store(out + (token * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :], result.to(out.dtype.element_ty), mask=is_there)
 
 
-@triton.jit(do_not_specialize=["plane"])
+@triton.jit(do_not_specialize=["plane", "table_stride"])
 def _attend_chunks(
     q,
     pool,
@@ -196,7 +197,7 @@ def _attend_chunks(
     first_token = tl.load(chunk)
     num_tokens = tl.load(chunk + 1)
     first_position = tl.load(chunk + 2)
-    table = tables + tl.load(chunk + 3).to(tl.int64) * table_stride
+    table = tables + tl.load(chunk + 3)
     lane = tl.arange(0, LANES)
     dim = tl.arange(0, DIMS)
     position = first_position + lane // group
@@ -209,7 +210,7 @@ def _attend_chunks(
     weighted = tl.zeros([LANES, DIMS], tl.float32)
     for tile in range(_first_tile(first_position, TILE, WINDOW), last_position // TILE + 1):
         tile_largest, tile_total, tile_weighted = _tile_partial(
-            queries, position, table, tile, last_position, pool, plane, planes_per_block, kv_head, scale,
+            queries, position, table, table_stride, tile, last_position, pool, plane, planes_per_block, kv_head, scale,
             NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, WINDOW, OPERAND,
         )  # fmt: skip
         largest, total, weighted = _merge(largest, total, weighted, tile_largest, tile_total, tile_weighted)
@@ -222,6 +223,11 @@ def operand_type(dtype: torch.dtype) -> tl.dtype:
     if triton.knobs.runtime.interpret:
         return tl.float32
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+
+
+def tile_tokens(dtype: torch.dtype) -> int:
+    """Positions of a tile over a pool of ``dtype``."""
+    return 64 if dtype.itemsize > 2 else 128
 
 
 class PagedAttention:
@@ -245,7 +251,7 @@ class PagedAttention:
     ) -> None:
         group = num_heads // num_kv_heads
         is_wide = pool_positions.dtype.itemsize > 2
-        self.tile_tokens = 64 if is_wide else 128
+        self.tile_tokens = tile_tokens(pool_positions.dtype)
         self.tile_queries = max(16, triton.next_power_of_2(group))
         # float32 is there to be compared: its prompts take the shape that decoding has
         self.chunk_queries = self.tile_queries if is_wide else max(64, self.tile_queries)
@@ -284,9 +290,9 @@ class PagedAttention:
     ) -> None:
         """Attend for the first ``len(slots)`` tokens of ``q [T, num_heads, head_dim]`` into ``out`` of the same shape.
 
-        All counts are int32. ``pieces [capacity, 4]`` of which the first ``num_pieces [1]`` count: first of ``piece_tokens``, how many of them, row of
-        ``tables`` that stands for all, tile. Token t's partial of tile i goes to slot ``slots[t] + i`` of ``partials``: float32 ``[slots, num_heads, 2]`` and
-        ``[slots, num_heads, head_dim]``.
+        All counts are int32. A row's table is a column of ``tables [blocks, R]``. ``pieces [capacity, 4]`` of which the first ``num_pieces [1]`` count:
+        first of ``piece_tokens``, how many of them, the row whose table stands for all, tile. Token t's partial of tile i goes to slot ``slots[t] + i`` of
+        ``partials``: float32 ``[slots, num_heads, 2]`` and ``[slots, num_heads, head_dim]``.
         """
         totals, weighted = partials
         num_programs = max(1, min(self._num_programs, len(pieces)))

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["plane"])
+@triton.jit(do_not_specialize=["plane", "table_stride"])
 def _rotate_and_write(
     qkv,
     head_norm,
@@ -58,8 +58,8 @@ def _rotate_and_write(
     queries = q_out + token * NUM_HEADS * HEAD_DIM + within
     tl.store(queries, turned_first.to(q_out.dtype.element_ty), mask=is_query)
     tl.store(queries + half, turned_second.to(q_out.dtype.element_ty), mask=is_query)
-    row = tl.load(token_rows + token).to(tl.int64)
-    block = tl.load(tables + row * table_stride + position // BLOCK, mask=position >= 0, other=0).to(tl.int64)
+    row = tl.load(token_rows + token)
+    block = tl.load(tables + position // BLOCK * table_stride + row, mask=position >= 0, other=0).to(tl.int64)
     is_value = (head >= num_rotated).to(tl.int64)
     kv_head = head - NUM_HEADS - is_value * NUM_KV_HEADS
     place = (block * planes_per_block + plane + is_value) * BLOCK + position % BLOCK
@@ -89,7 +89,7 @@ def rotate_and_write(
     """Normalise (with ``head_norm``), rotate and keep; returns the queries ``[T, num_heads, head_dim]``.
 
     ``qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]``; ``head_norm [num_heads + num_kv_heads, head_dim]`` or None; ``positions`` and
-    ``token_rows`` int32 ``[T]``; ``tables`` int32 ``[R, blocks]``; ``cosines, sines`` float32 ``[max_positions, head_dim / 2]``;
+    ``token_rows`` int32 ``[T]``; ``tables`` int32 ``[blocks, R]``, a row's table a column; ``cosines, sines`` float32 ``[max_positions, head_dim / 2]``;
     ``pool_positions`` is ``KvPool.positions``. A token at position -1 is padding: nothing of it is kept. All contiguous.
     """
     num_tokens = qkv.shape[0]
@@ -149,7 +149,7 @@ def rotate_and_write_reference(
     rotated = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(qkv.dtype)
     kept = positions >= 0
     at, rows = positions[kept].long(), token_rows[kept].long()
-    places = (tables[rows, at // block_size_tokens].long() * 2 * num_layers + 2 * layer) * block_size_tokens + at % block_size_tokens
+    places = (tables[at // block_size_tokens, rows].long() * 2 * num_layers + 2 * layer) * block_size_tokens + at % block_size_tokens
     pool_positions[places] = rotated[kept, num_heads:].flatten(1).to(pool_positions.dtype)
     pool_positions[places + block_size_tokens] = values[kept].flatten(1).to(pool_positions.dtype)
     return rotated[:, :num_heads].contiguous()
