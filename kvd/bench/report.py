@@ -94,8 +94,7 @@ def text_tables(result: Result) -> str:
                 each.metric,
                 each.ours,
                 f"{each.ratio.mean:.3f}",
-                f"{each.ratio.low:.3f}",
-                _bound(each.ratio.high),
+                *_bounds(each.ratio),
                 str(each.ratio.num_pairs),
             )
             for each in comparisons
@@ -169,7 +168,7 @@ def _claim_row(judged: Judged) -> str:
         return f"| {claim.text} | {ours} | | | at most {claim.bound:g} {unit} | {_mark(judged.holds)} |"
     where = f"own {claim.against}" if claim.against else (judged.peer or "none measured")
     theirs = where if judged.their_median is None else f"{_figure(judged.their_median)} ({where})"
-    ratio = "" if judged.ratio is None else f"{judged.ratio.mean:.2f} ({judged.ratio.low:.2f} to {_bound(judged.ratio.high)})"
+    ratio = "" if judged.ratio is None else f"{judged.ratio.mean:.2f} ({_interval(judged.ratio)})"
     wanted = "measured only" if claim.least is None else f"at least {claim.least:.2f}"
     return f"| {claim.text} | {ours} | {theirs} | {ratio} | {wanted} | {_mark(judged.holds)} |"
 
@@ -285,8 +284,15 @@ def _figure(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _bound(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "?"
+def _interval(ratio: Ratio) -> str:
+    return "one pair" if ratio.num_pairs < 2 else " to ".join(_bounds(ratio))
+
+
+def _bounds(ratio: Ratio) -> tuple[str, ...]:
+    """The ends of its interval; one pair alone has none."""
+    if ratio.num_pairs < 2:
+        return "-", "-"
+    return tuple(f"{value:.2f}" if math.isfinite(value) else "?" for value in (ratio.low, ratio.high))
 
 
 def _finite(value: float) -> float | None:

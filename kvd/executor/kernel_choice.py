@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -26,10 +27,13 @@ def why_torch(setting: str, spec: HeadShape | None, device: torch.device, dtype:
     why they serve no model at all.
 
     Raises:
-        ConfigError: ``native`` was asked for, and they can't.
+        ConfigError: ``native`` was asked for, and they can't; or the environment names an instruction set that is none.
     """
     if setting == "torch":
         return "kernels = torch"
+    isa = os.environ.get(native.ISA_VARIABLE, "")
+    if isa and isa not in native.INSTRUCTION_SETS:
+        raise ConfigError(f"{native.ISA_VARIABLE}={isa} in the environment: give one of {', '.join(native.INSTRUCTION_SETS)}")
     if device.type != "cpu":
         reason = f"device {device}"
     elif dtype not in (torch.float32, torch.bfloat16):

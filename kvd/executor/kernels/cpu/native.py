@@ -15,6 +15,7 @@ from typing import Any
 from kvd.executor.host_cores import compute_threads
 
 ISA_VARIABLE = "KVD_CPU_ISA"
+INSTRUCTION_SETS = ("portable", "avx2", "avx512")
 BLOCK_SIZE_TOKENS = 16
 """Positions of a block as the kernels read it."""
 _HEAD_DIM_STEP = 16
