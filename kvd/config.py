@@ -42,7 +42,9 @@ class ModelConfig:
         "How a GGUF file's quantised weights are computed with: `auto` (as they are where the native kernels compute: Q8_0, Q4_0, Q4_1, Q4_K and Q6_K stay quantised in memory; elsewhere, and other types, converted to `dtype`), `dequantised` (all converted to `dtype`)",
     )
     max_model_len: int = key(0, "Positions of a sequence, prompt and output; 0: the model's own, at most 8192")
-    threads: int = key(0, "Compute threads of the CPU executor; 0: the physical cores that this process may use")
+    threads: int = key(
+        0, "Compute threads of the CPU executor, at most the processors that this process may use; 0: the physical cores among them"
+    )
     fake_step_ms: float = key(0.0, "Executor `fake`: milliseconds that a step takes")
 
 

@@ -74,7 +74,7 @@ def write_gguf(
         **(metadata or {}),
     }
     for key, value in pairs.items():
-        _add(writer, key if key.startswith("split.") else f"{shape.architecture}.{key}", value)
+        _add(writer, key if key.startswith(("split.", "general.")) else f"{shape.architecture}.{key}", value)
     _add_vocabulary(writer, shape.vocab)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))

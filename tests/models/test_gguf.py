@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,36 @@ def test_metadata_of_a_wrong_type_is_named(tmp_path: Path) -> None:
         inspect_model(path)
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "embedding_length",
+        "context_length",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+    ],
+)
+def test_a_size_of_nothing_is_named(key: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", SHAPES["llama"], "F32", metadata={key: 0})
+    with pytest.raises(ModelError, match=rf"tiny\.gguf: metadata llama\.{re.escape(key)} is 0, must be positive"):
+        inspect_model(path)
+
+
+def test_a_yarn_over_no_positions_is_named(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", SHAPES["llama"], "F32", metadata=yarn_metadata(2.0, 0))
+    with pytest.raises(ModelError, match=r"llama\.rope\.scaling\.original_context_length is 0, must be positive"):
+        inspect_model(path)
+
+
+@pytest.mark.parametrize("theta", [0.0, -10_000.0, 1.0, 1e-30, math.nan, math.inf])
+def test_a_base_that_gives_no_frequencies_is_named(theta: float, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", SHAPES["llama"], "F32", metadata={"rope.freq_base": theta})
+    with pytest.raises(ModelError, match=r"metadata llama\.rope\.freq_base (is .*, must be more than 1|must be a number, is (nan|inf))"):
+        inspect_model(path)
+
+
 def test_layer_lists_of_equal_numbers_are_numbers(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", SHAPES["llama"], "F32", metadata={"attention.head_count_kv": [2, 2]})
     assert inspect_model(path).num_kv_heads == 2
@@ -241,6 +272,46 @@ def test_a_file_cut_anywhere_is_an_error_that_names_it(tmp_path: Path) -> None:
     cut.write_bytes(whole[:-64])
     with pytest.raises(WeightsError, match=r"tensor blk\.0\.ffn_norm\.weight ends beyond"):
         inspect_model(cut)
+
+
+def moved(path: Path, name: str, move: int) -> Path:
+    """The file with another place of one tensor in its header: the eight bytes after name, dimensions and type."""
+    whole = bytearray(path.read_bytes())
+    at = whole.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
+    at += 4 + 8 * struct.unpack_from("<I", whole, at)[0] + 4
+    struct.pack_into("<Q", whole, at, struct.unpack_from("<Q", whole, at)[0] + move)
+    path.write_bytes(whole)
+    return path
+
+
+@pytest.mark.parametrize("move", [-1, 1, 4, 16])
+def test_a_tensor_that_is_not_aligned_is_damage(move: int, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", Shape("llama", layers=1), "Q4_0")
+    with pytest.raises(WeightsError, match=r"tiny\.gguf: damaged GGUF file: tensor output\.weight lies at \d+, not aligned to 32 bytes"):
+        inspect_model(moved(path, "output.weight", move))
+
+
+@pytest.mark.parametrize("move", [-32, 32])
+def test_tensors_that_overlap_are_damage(move: int, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", Shape("llama", layers=1), "Q4_0")
+    other = r"blk\.0\.attn_q\.weight" if move > 0 else r"token_embd\.weight"
+    pair = rf"output\.weight and {other}" if move > 0 else rf"{other} and output\.weight"
+    with pytest.raises(WeightsError, match=rf"tiny\.gguf: damaged GGUF file: tensors {pair} overlap"):
+        inspect_model(moved(path, "output.weight", move))
+
+
+def test_tensors_in_the_same_place_are_damage(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", Shape("llama", layers=1), "F32")
+    size = open_gguf(path).tensors["token_embd.weight"].size_bytes
+    with pytest.raises(WeightsError, match=r"tensors token_embd\.weight and output\.weight overlap"):
+        inspect_model(moved(path, "output.weight", -size))
+
+
+@pytest.mark.parametrize("alignment", [0, 1, 4, 24])
+def test_an_alignment_that_cannot_be_is_damage(alignment: int, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", Shape("llama", layers=1), "F32", metadata={"general.alignment": alignment})
+    with pytest.raises(WeightsError, match=f"damaged GGUF file: alignment {alignment}"):
+        inspect_model(path)
 
 
 def test_a_flipped_header_byte_is_a_named_error_or_another_description(tmp_path: Path) -> None:

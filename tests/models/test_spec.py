@@ -117,6 +117,8 @@ def test_unsupported_models_are_refused_with_what_is_supported(changes: dict[str
         ({"hidden_size": 64.5}, "hidden_size must be an integer"),
         ({"vocab_size": True}, "vocab_size must be an integer"),
         ({"num_hidden_layers": 0}, "num_layers is 0, must be positive"),
+        ({"num_hidden_layers": 4097}, "num_hidden_layers is 4097, must be at most 4096"),
+        ({"num_hidden_layers": 10**7, "model_type": "qwen2"}, "num_hidden_layers is 10000000, must be at most 4096"),
         ({"num_key_value_heads": 3}, "4 attention heads are not a multiple of 3"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"hidden_size": 65}, "hidden_size 65 is not a multiple"),
@@ -132,6 +134,9 @@ def test_unsupported_models_are_refused_with_what_is_supported(changes: dict[str
         ),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0, "long_factor": [1.0] * 8}}, "short_factor must be a list of numbers"),
         ({"rope_scaling": [1]}, "rope_parameters must be an object"),
+        *(({"rope_theta": value}, "rope_theta is .*, must be more than 1") for value in (0, -0.0, 1, -10_000.0, 1e-300)),
+        *(({"rope_theta": value}, "rope_theta must be a number, is ") for value in (float("nan"), float("inf"), 10**400, "big", True)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta is 0.0, must be more than 1"),
     ],
 )
 def test_damaged_descriptions_are_errors_that_name_the_key(changes: dict[str, Any], message: str) -> None:
@@ -193,6 +198,16 @@ def test_a_directory_is_described_without_its_weights_being_read(tmp_path: Path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 2]}))
     spec = inspect_model(tmp_path)
     assert (spec.eos_token_ids, spec.weights_dtype, spec.name) == ((2, 3), "bfloat16", tmp_path.name)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["a", [2, "a"], 1.5, True, {"id": 2}, [[2]], 2**31, -2])
+def test_an_end_of_sequence_that_is_no_id_is_an_error_that_names_file_and_key(file: str, value: Any, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"unread")
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    (tmp_path / file).write_text(json.dumps({**BASE, "eos_token_id": value}))
+    with pytest.raises(ModelError, match=f"/{file}: eos_token_id must be the id of a token or a list of ids, is "):
+        inspect_model(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff"])

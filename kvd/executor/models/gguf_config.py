@@ -60,11 +60,11 @@ def inspect_gguf(path: Path) -> ModelSpec:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise WeightsError(f"{path}: tensor token_embd.weight is missing or not a matrix")
-    num_layers, hidden_size = metadata.own_integer("block_count"), metadata.own_integer("embedding_length")
+    num_layers, hidden_size = metadata.own_integer("block_count"), metadata.own_size("embedding_length")
     if not 0 < num_layers <= len(file.tensors):  # before anything is made for each layer
         raise ModelError(f"{path}: num_layers is {num_layers}, but the file has {len(file.tensors)} tensors")
-    num_heads, positions = metadata.own_integer("attention.head_count"), metadata.own_integer("context_length")
-    head_dim = metadata.own_integer("attention.key_length", default=hidden_size // max(num_heads, 1))
+    num_heads, positions = metadata.own_size("attention.head_count"), metadata.own_size("context_length")
+    head_dim = metadata.own_size("attention.key_length", default=hidden_size // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if metadata.own_integer(key, default=head_dim) != head_dim:
             raise UnsupportedModelError(f"{path}: {key} differs from the head dimension {head_dim}, which is not supported")
@@ -77,9 +77,9 @@ def inspect_gguf(path: Path) -> ModelSpec:
         name=str(metadata.get("general.name") or path.stem),
         num_layers=num_layers,
         hidden_size=hidden_size,
-        intermediate_size=metadata.own_integer("feed_forward_length"),
+        intermediate_size=metadata.own_size("feed_forward_length"),
         num_heads=num_heads,
-        num_kv_heads=metadata.own_integer("attention.head_count_kv", default=num_heads),
+        num_kv_heads=metadata.own_size("attention.head_count_kv", default=num_heads),
         head_dim=head_dim,
         vocab_size=embedding.shape[0],
         max_positions=reachable_positions(rope, positions),
@@ -123,11 +123,17 @@ class _Metadata:
     def own_integer(self, key: str, *, default: int | None = None) -> int:
         return self.integer(f"{self.architecture}.{key}", default=default)
 
+    def own_size(self, key: str, *, default: int | None = None) -> int:
+        value = self.own_integer(key, default=default)
+        if value <= 0:
+            raise ModelError(f"{self.origin}: metadata {self.architecture}.{key} is {value}, must be positive")
+        return value
+
     def number(self, key: str, *, default: float | None = None) -> float:
         value = self.own(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ModelError(f"{self.origin}: metadata {self.architecture}.{key} must be a number, is {value!r}")
         return float(value)
 
@@ -150,6 +156,8 @@ def _refuse_features(metadata: _Metadata) -> None:
 
 def _rope(metadata: _Metadata, positions: int, divisors: tuple[float, ...]) -> RopeSpec:
     theta = metadata.number("rope.freq_base", default=10_000.0)
+    if not theta > 1:
+        raise ModelError(f"{metadata.origin}: metadata {metadata.architecture}.rope.freq_base is {theta}, must be more than 1")
     # Files that state a factor and no type mean linear scaling; the oldest keep the factor under another key.
     kind = metadata.own("rope.scaling.type") or "linear"
     factor = metadata.number("rope.scaling.factor", default=0.0) or metadata.number("rope.scale_linear", default=0.0) or 1.0
@@ -176,7 +184,7 @@ def _rope(metadata: _Metadata, positions: int, divisors: tuple[float, ...]) -> R
         type=RopeType.YARN,
         theta=theta,
         factor=factor,
-        original_max_positions=metadata.own_integer("rope.scaling.original_context_length", default=positions),
+        original_max_positions=metadata.own_size("rope.scaling.original_context_length", default=positions),
         attention_factor=attention,
         beta_fast=metadata.number("rope.scaling.yarn_beta_fast", default=32.0),
         beta_slow=metadata.number("rope.scaling.yarn_beta_slow", default=1.0),

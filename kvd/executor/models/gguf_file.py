@@ -10,6 +10,7 @@ import math
 import mmap
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ STORAGE_TYPES = tuple(name for name, _, _ in _STORAGES.values())
 
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
+_MIN_ALIGNMENT = 8
 _MAX_DIMENSIONS = 4
 _MAX_NESTED_ARRAYS = 4
 _STRING, _ARRAY = 8, 9
@@ -106,7 +108,7 @@ def _tensors(cursor: _Cursor, num_tensors: int, metadata: dict[str, Any]) -> dic
         shape = tuple(reversed([cursor.number("Q") for _ in range(num_dimensions)]))
         found.append((name, shape, cursor.number("I"), cursor.number("Q")))
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+    if not isinstance(alignment, int) or alignment < _MIN_ALIGNMENT or alignment & (alignment - 1):
         raise WeightsError(f"{cursor.origin}: damaged GGUF file: alignment {alignment!r}")
     start = -(-cursor.offset // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
@@ -119,10 +121,16 @@ def _tensors(cursor: _Cursor, num_tensors: int, metadata: dict[str, Any]) -> dic
         kind, block, block_bytes = storage
         if name in tensors or shape[-1] % block:
             raise WeightsError(f"{cursor.origin}: damaged GGUF file: tensor {name} occurs twice or does not fill its blocks")
+        if offset % alignment:
+            raise WeightsError(f"{cursor.origin}: damaged GGUF file: tensor {name} lies at {offset}, not aligned to {alignment} bytes")
         tensor = GgufTensor(name, shape, kind, start + offset, math.prod(shape) // block * block_bytes)
         if tensor.offset_bytes + tensor.size_bytes > cursor.size:
             raise WeightsError(f"{cursor.origin}: truncated GGUF file: tensor {name} ends beyond the file's {cursor.size} bytes")
         tensors[name] = tensor
+    in_place = sorted(tensors.values(), key=lambda tensor: (tensor.offset_bytes, tensor.size_bytes))
+    for before, after in pairwise(in_place):
+        if before.offset_bytes + before.size_bytes > after.offset_bytes:
+            raise WeightsError(f"{cursor.origin}: damaged GGUF file: tensors {before.name} and {after.name} overlap")
     return tensors
 
 

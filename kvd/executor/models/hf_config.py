@@ -41,6 +41,10 @@ _REFUSED_IF_SET = {
 }
 
 _MAX_FACTOR = 1_000_000
+_MAX_LAYERS = 4096
+"""Many times what any model has. The weights, which tell how many there are, are not read here."""
+_TOKEN_IDS = range(-1, 2**31)
+"""-1: files that have no such token."""
 
 _ROPE_KEYS = {
     RopeType.DEFAULT: frozenset[str](),
@@ -81,7 +85,7 @@ def inspect_directory(path: Path) -> ModelSpec:
         raise ModelError(f"{path}: no config.json; {hint}")
     config = read_json(origin)
     generation = path / "generation_config.json"
-    eos = _eos_ids(config) + (_eos_ids(read_json(generation)) if generation.exists() else ())
+    eos = _eos_ids(config, origin) + (_eos_ids(read_json(generation), generation) if generation.exists() else ())
     weight_files(path)
     return spec_from_config(config, name=path.resolve().name, origin=str(origin), eos_token_ids=tuple(dict.fromkeys(eos)))
 
@@ -98,6 +102,8 @@ def spec_from_config(config: Mapping[str, Any], *, name: str, origin: str, eos_t
     hidden_size = _integer(config, "hidden_size", origin)
     num_heads = _integer(config, "num_attention_heads", origin)
     num_layers = _integer(config, "num_hidden_layers", origin)
+    if num_layers > _MAX_LAYERS:  # before anything is made for each layer
+        raise ModelError(f"{origin}: num_hidden_layers is {num_layers}, must be at most {_MAX_LAYERS}")
     positions = _integer(config, "max_position_embeddings", origin)
     head_dim = _head_dim(config, architecture, hidden_size, num_heads, origin)
     rope = _rope(config, positions, origin)
@@ -216,6 +222,8 @@ def _rope(config: Mapping[str, Any], positions: int, origin: str) -> RopeSpec:
     if unknown:
         raise UnsupportedModelError(f"{origin}: rope parameter {unknown[0]!r} is not supported for rope type {kind!r}")
     theta = _number(parameters, "rope_theta", origin, default=_number(config, "rope_theta", origin, default=10_000.0))
+    if not theta > 1:
+        raise ModelError(f"{origin}: rope_theta is {theta}, must be more than 1")
     return _scaled_rope(rope_type, theta, {**parameters, **_outer_original(config, rope_type)}, positions, origin)
 
 
@@ -281,10 +289,12 @@ def _yarn(theta: float, factor: float, original: int, parameters: Mapping[str, A
     )
 
 
-def _eos_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+def _eos_ids(config: Mapping[str, Any], origin: Path) -> tuple[int, ...]:
     value = config.get("eos_token_id")
-    values = value if isinstance(value, list) else [value]
-    return tuple(item for item in values if isinstance(item, int) and item >= 0)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(item) is int and item in _TOKEN_IDS for item in values):
+        raise ModelError(f"{origin}: eos_token_id must be the id of a token or a list of ids, is {value!r}")
+    return tuple(item for item in values if item >= 0)
 
 
 def _weights_dtype(config: Mapping[str, Any]) -> str:
@@ -305,9 +315,13 @@ def _number(config: Mapping[str, Any], key: str, origin: str, *, default: float 
     value = config.get(key)
     if value is None and default is not None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
         raise ModelError(f"{origin}: {key} must be a number, is {value!r}")
-    return float(value)
+    return number
 
 
 def _numbers(config: Mapping[str, Any], key: str, origin: str) -> tuple[float, ...]:
