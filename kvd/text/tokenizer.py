@@ -7,7 +7,8 @@ token, whatever it holds; special tokens are put in by id, where a chat template
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 from kvd.text.detokenizer import PieceRules, PieceTable
 from kvd.text.errors import TokenizerError
 from kvd.text.special_tokens import Segment, SpecialTokens
+
+_TOKEN_IDS = range(-1, 2**31)
+"""-1: files that have no such token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +83,27 @@ def read_directory(path: Path) -> LibraryTokenizer:
     config = read_json(path / "tokenizer_config.json")
     mapped = read_json(path / "special_tokens_map.json")
     texts = _special_texts(mapped) | _special_texts(config)
-    try:
-        document["added_tokens"] = _added_tokens(document, config, {*texts.values(), *_additional(mapped), *_additional(config)})
+    with _naming(path / "special_tokens_map.json"):
+        named = {*texts.values(), *_additional(mapped)}
+    with _naming(path / "tokenizer_config.json"):
+        named.update(_additional(config))
+        listed = _listed_tokens(config)
+    with _naming(path / "tokenizer.json"):
+        document["added_tokens"] = _added_tokens(document, listed, named)
         return _build(path, document, config, texts)
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Whatever its values break is an error that names the file.
+
+    Raises:
+        TokenizerError: for it.
+    """
+    try:
+        yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TokenizerError(f"{path}/tokenizer.json: damaged or not understood: {type(error).__name__}: {error}") from error
+        raise TokenizerError(f"{file}: damaged or not understood: {type(error).__name__}: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -138,11 +158,19 @@ def _build(path: Path, document: dict[str, Any], config: dict[str, Any], texts: 
     return LibraryTokenizer(facts, pieces, _library(path, start), _library(path, inner) if differs else None)
 
 
-def _added_tokens(document: Mapping[str, Any], config: Mapping[str, Any], named: set[str]) -> list[dict[str, Any]]:
+def _listed_tokens(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The added tokens that tokenizer_config.json lists, by their texts."""
+    listed: dict[str, dict[str, Any]] = {}
+    for token_id, token in (config.get("added_tokens_decoder") or {}).items():
+        listed.setdefault(token["content"], {"id": int(token_id), "normalized": False, "special": False, **token})
+    return listed
+
+
+def _added_tokens(document: Mapping[str, Any], listed: Mapping[str, dict[str, Any]], named: set[str]) -> list[dict[str, Any]]:
     """The added tokens of tokenizer.json, and those that tokenizer_config.json alone lists; special too are those that a file names as such."""
     added = {token["content"]: token for token in document.get("added_tokens") or []}
-    for token_id, token in (config.get("added_tokens_decoder") or {}).items():
-        added.setdefault(token["content"], {"id": int(token_id), "normalized": False, "special": False, **token})
+    for content, token in listed.items():
+        added.setdefault(content, token)
     return [{**token, "special": bool(token["special"]) or token["content"] in named} for token in added.values()]
 
 
@@ -216,7 +244,10 @@ def _eos_ids(path: Path, id_of: Mapping[str, int], texts: Mapping[str, str]) -> 
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value = read_json(path / name).get("eos_token_id")
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(item) is int and item in _TOKEN_IDS for item in values):
+            raise TokenizerError(f"{path / name}: eos_token_id must be the id of a token or a list of ids, is {value!r}")
+        found.update(item for item in values if item >= 0)
     if texts.get("eos_token") in id_of:
         found.add(id_of[texts["eos_token"]])
     return found

@@ -277,6 +277,35 @@ def test_damage_and_other_kinds_are_named(tmp_path: Path, content: str | None, m
         load_text_model(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        *(
+            (file, {"eos_token_id": value}, "eos_token_id must be the id of a token or a list of ids, is ")
+            for file in ("config.json", "generation_config.json")
+            for value in ("a", [2, "a"], 1.5, True, {"id": 2}, [[2]], 2**31, -2)
+        ),
+        ("tokenizer_config.json", {"added_tokens_decoder": 3}, "damaged or not understood"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "y"}}}, "damaged or not understood"),
+        ("tokenizer_config.json", {"additional_special_tokens": 3}, "damaged or not understood"),
+        ("special_tokens_map.json", {"additional_special_tokens": [{}]}, "damaged or not understood"),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_its_own_file(
+    file: str, content: dict[str, Any], message: str, tmp_path: Path, small: Tokenizer
+) -> None:
+    save(tmp_path, small)
+    (tmp_path / file).write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(TokenizerError, match=f"/{file}: {message}"):
+        load_text_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("value", [None, -1, [], [-1]])
+def test_files_may_name_no_end_of_sequence(value: Any, tmp_path: Path, small: Tokenizer) -> None:
+    model = load_text_model(str(save(tmp_path, small, generation_config={"eos_token_id": value})))
+    assert model.eos_token_ids == (small.token_to_id("</s>"),)
+
+
 def test_several_threads_may_encode(tmp_path: Path, small: Tokenizer) -> None:
     model = load_text_model(str(save(tmp_path, small)))
     messages = [{"role": "user", "content": TEXTS[4] * 20}]
