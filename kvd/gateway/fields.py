@@ -19,6 +19,8 @@ _MAX_PROMPTS = 64
 _COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat's is what fits the model."""
 _SEED_MASK = (1 << 64) - 1
+_MAX_INT = (1 << 63) - 1
+_MAX_TOKEN_ID = (1 << 32) - 1
 _NO_TOOLS = "this server does not call tools"
 _NO_GRAMMAR = "this server does not constrain the answer's form"
 _NOT_HERE = "this server does not compute it"
@@ -151,6 +153,7 @@ def read_fields(body: bytes, kind: type[F]) -> F:
         fields = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise invalid_field(error) from error
+    _check_integers(fields)
     if fields.num_choices < 1:
         raise ApiError(400, f"n is {fields.n}; it must be at least 1", param="n")
     if fields.best_of is not None and fields.best_of != fields.num_choices:
@@ -175,6 +178,7 @@ def chat_options(fields: ChatFields) -> GenerateOptions:
     elif fields.top_logprobs:
         raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
     if fields.chat_template_kwargs:
+        _check_packs("chat_template_kwargs", fields.chat_template_kwargs)
         options["template_args"] = fields.chat_template_kwargs
     return options
 
@@ -192,7 +196,7 @@ def chat_messages(fields: ChatFields) -> list[dict[str, Any]]:
     """The conversation as the daemon takes it: content parts joined to text, OpenAI's ``developer`` under the name that chat templates know.
 
     Raises:
-        ApiError: it is empty, or holds something that is not text.
+        ApiError: it is empty, or holds something that is not text or can't be sent.
     """
     if not fields.messages:
         raise ApiError(400, "messages is empty", param="messages")
@@ -203,7 +207,7 @@ def completion_prompts(fields: CompletionFields) -> Sequence[str | list[int]]:
     """One prompt or several.
 
     Raises:
-        ApiError: none, or too many.
+        ApiError: none, too many, or ids that are none.
     """
     prompt = fields.prompt
     if isinstance(prompt, str):
@@ -212,9 +216,13 @@ def completion_prompts(fields: CompletionFields) -> Sequence[str | list[int]]:
     if len(kinds) > 1:
         raise ApiError(400, "prompt mixes strings and token ids", param="prompt")
     if kinds == {int}:
+        _check_ids(prompt)  # type: ignore[arg-type]  # of ids alone
         return (prompt,)  # type: ignore[return-value]  # of ids alone
     if not 1 <= len(prompt) <= _MAX_PROMPTS:
         raise ApiError(400, f"prompt holds {len(prompt)} prompts; there must be 1 to {_MAX_PROMPTS}", param="prompt")
+    if kinds == {list}:
+        for ids in prompt:
+            _check_ids(ids)  # type: ignore[arg-type]  # each is a list of ids
     return prompt  # type: ignore[return-value]  # each is a string, or each a list of ids
 
 
@@ -245,7 +253,33 @@ def _options(fields: Fields) -> GenerateOptions:
     return options  # type: ignore[return-value]  # names and types are those of GenerateOptions
 
 
+def _check_integers(fields: Fields) -> None:
+    """What does not fit 64 bits can't be sent to the daemon. It knows the ranges of all else."""
+    for name in fields.__struct_fields__:
+        value = getattr(fields, name)
+        top = _SEED_MASK if name == "seed" else _MAX_INT
+        for number in value if name == "stop_token_ids" and value else (value,):
+            if isinstance(number, int) and not -_MAX_INT - 1 <= number <= top:
+                raise ApiError(400, f"{name} is {number!s:.40}; it must be an integer of at most 64 bits", param=name)
+
+
+def _check_ids(prompt: Sequence[int]) -> None:
+    for token_id in (min(prompt, default=0), max(prompt, default=0)):
+        if not 0 <= token_id <= _MAX_TOKEN_ID:
+            raise ApiError(400, f"prompt has the token id {token_id!s:.40}; ids are from 0 to {_MAX_TOKEN_ID}", param="prompt")
+
+
+def _check_packs(name: str, value: Any) -> None:
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError as error:
+        raise ApiError(400, f"{name} holds an integer of more than 64 bits", param=name) from error
+
+
 def _message(message: dict[str, Any], number: int) -> dict[str, Any]:
+    for value in message.values():
+        if not isinstance(value, str):
+            _check_packs("messages", value)
     content = message.get("content")
     role = message.get("role")
     if isinstance(content, str) and role != "developer":

@@ -16,6 +16,7 @@ from kvd.gateway.errors import ApiError, api_error
 from kvd.gateway.fields import (
     ChatFields,
     CompletionFields,
+    Fields,
     chat_messages,
     chat_options,
     completion_options,
@@ -120,6 +121,56 @@ def test_what_a_completion_can_not_honour(field, value):
     with pytest.raises(ApiError) as refused:
         completion(**{field: value})
     assert (refused.value.status, refused.value.param) == (400, field)
+
+
+BEYOND = (10**30, 10**20, 2**64, -(10**20), -(2**63) - 1)
+
+
+@pytest.mark.parametrize("value", BEYOND)
+@pytest.mark.parametrize("kind", [ChatFields, CompletionFields])
+def test_an_integer_beyond_64_bits_is_refused_by_name(kind, value):
+    integers = [name for name, hint in kind.__annotations__.items() | Fields.__annotations__.items() if hint == "int | None"]
+    assert {"n", "min_tokens", "seed"} <= {*integers}
+    for name, asked in [*((name, value) for name in integers), ("stop_token_ids", [5, value])]:
+        body = {"messages": HI, "prompt": "hi", name: asked}
+        with pytest.raises(ApiError, match=rf"^{name} is {value}; it must be an integer of at most 64 bits") as refused:
+            read_fields(json.dumps(body).encode(), kind)
+        assert (refused.value.status, refused.value.param, refused.value.kind) == (400, name, "invalid_request_error")
+
+
+def test_seeds_have_all_64_bits_and_twice_n_still_fits():
+    assert chat_options(chat(seed=2**64 - 1)) == {"seed": 2**64 - 1}
+    assert chat_options(chat(seed=-(2**63))) == {"seed": 2**63}
+    with pytest.raises(ApiError, match="n is 9223372036854775808"):  # a stream's credit is twice as much
+        chat(n=2**63)
+
+
+@pytest.mark.parametrize("value", [*BEYOND, -1, 2**32])
+def test_an_id_that_is_none_is_refused_by_name(value):
+    for prompt in ([value], [1, value, 2], [[1], [2, value]]):
+        with pytest.raises(ApiError, match=rf"^prompt has the token id {value}; ids are from 0 to 4294967295") as refused:
+            completion_prompts(completion(prompt=prompt))
+        assert (refused.value.status, refused.value.param) == (400, "prompt")
+    assert completion_prompts(completion(prompt=[0, 2**32 - 1])) == ([0, 2**32 - 1],)
+
+
+@pytest.mark.parametrize("value", BEYOND)
+def test_an_integer_beyond_64_bits_is_refused_wherever_it_stands(value):
+    with pytest.raises(ApiError, match="more than 64 bits") as refused:
+        chat_options(chat(chat_template_kwargs={"a": {"b": [value]}}))
+    assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
+    for more in ({"calls": [{"n": value}]}, {"content": value}, {"content": {"n": value}}):
+        with pytest.raises(ApiError, match="more than 64 bits") as refused:
+            chat_messages(chat(messages=[{"role": "user", "content": "x", **more}]))
+        assert (refused.value.status, refused.value.param) == (400, "messages")
+
+
+@pytest.mark.parametrize("digits", [400, 4000, 5000, 100_000])
+def test_the_longest_numbers_are_refused_too(digits):
+    for field in ("n", "temperature", "seed"):
+        with pytest.raises(ApiError) as refused:
+            read_fields(b'{"prompt": "x", "%s": 1%s}' % (field.encode(), b"0" * digits), CompletionFields)
+        assert refused.value.status == 400
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000, b'{"prompt":"x","prompt"'])
