@@ -12,6 +12,7 @@ from typing import Any
 from kvd.text.detokenizer import PieceRules, PieceTable, byte_level_alphabet
 from kvd.text.errors import ChatTemplateError
 from kvd.text.special_tokens import Segment, SpecialTokens
+from kvd.text.token_length import TokenReach
 from kvd.text.tokenizer import TokenizerFacts
 
 EOS_TOKEN_ID = 256
@@ -28,6 +29,7 @@ class ByteTokenizer:
             suffix_ids=(),
             eos_token_ids=(EOS_TOKEN_ID,),
             vocab_size=VOCAB_SIZE,
+            reach=TokenReach(1),
             variables={},
             identity={"tokenizer": "bytes"},
         )

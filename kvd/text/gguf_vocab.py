@@ -12,6 +12,7 @@ from kvd.text.errors import TokenizerError
 from kvd.text.gguf_metadata import read_metadata
 from kvd.text.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from kvd.text.special_tokens import SpecialTokens
+from kvd.text.token_length import reach
 from kvd.text.tokenizer import LibraryTokenizer, TokenizerFacts
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -106,7 +107,8 @@ def _build(path: Path, facts: dict[str, Any]) -> LibraryTokenizer:
         add_bos, defaults = True, {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
     ids = defaults | {key: value for key, value in facts.items() if key.endswith("_token_id") and value < len(vocabulary.texts)}
     user_defined = vocabulary.ids_of_type(_USER_DEFINED)
-    _add_user_defined(backend, [vocabulary.texts[token_id] for token_id in user_defined])
+    whole = [vocabulary.texts[token_id] for token_id in user_defined]
+    _add_user_defined(backend, whole)
     pieces = {token_id: text for token_id, text in enumerate(vocabulary.texts) if text not in vocabulary.special}
     return LibraryTokenizer(
         TokenizerFacts(
@@ -115,6 +117,7 @@ def _build(path: Path, facts: dict[str, Any]) -> LibraryTokenizer:
             suffix_ids=_surrounding(path, ids, "eos_token_id", wanted=facts.get("add_eos_token", False)),
             eos_token_ids=_end_ids(ids, vocabulary),
             vocab_size=len(vocabulary.texts),
+            reach=reach(vocabulary.ordinary(), whole, byte_level=rules.byte_level),
             variables={name: vocabulary.texts[ids[key]] for name, key in _VARIABLES.items() if key in ids},
             identity=facts,
         ),

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,8 +74,18 @@ class TextModel:
         """Token ids of plain text, with the begin-of-sequence token where the model wants one. Special tokens' texts are text like any other."""
         return self._tokenizer.encode(text)
 
+    def fewest_tokens(self, text: bytes) -> int:
+        """How many tokens a text in UTF-8 has at least, told without tokenising it; 0 if nothing is known."""
+        return self._tokenizer.facts.reach.fewest_tokens(text)
+
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, date: str, args: Mapping[str, Any], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        date: str,
+        args: Mapping[str, Any],
+        add_generation_prompt: bool = True,
+        check_length: Callable[[int], None] | None = None,
     ) -> list[int]:
         """Token ids of a chat. The template alone decides about special tokens, the begin of sequence among them.
 
@@ -84,6 +94,7 @@ class TextModel:
             date: the day that the template sees, YYYY-MM-DD; empty: the day on which the model was loaded.
             args: further variables of the template (``tools``, ``enable_thinking``, …).
             add_generation_prompt: end with the beginning of an assistant's turn.
+            check_length: told how many tokens the rendered chat has at least, before it is tokenised; what it raises is passed on.
 
         Raises:
             ChatTemplateError: there is no template, it refused the messages, or they are no messages.
@@ -94,6 +105,8 @@ class TextModel:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ChatTemplateError(f"message {number} is not a map with a role")
         segments = self._template.render(messages, date=self._date(date), args=args, add_generation_prompt=add_generation_prompt)
+        if check_length is not None:
+            check_length(sum(1 if isinstance(each, int) else self.fewest_tokens(each.encode("utf-8", "replace")) for each in segments))
         return self._tokenizer.encode_segments(segments)
 
     def system_prefix(self, messages: Sequence[Mapping[str, Any]], *, date: str, args: Mapping[str, Any]) -> list[int]:

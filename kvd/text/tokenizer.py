@@ -16,6 +16,7 @@ from typing import Any
 from kvd.text.detokenizer import PieceRules, PieceTable
 from kvd.text.errors import TokenizerError
 from kvd.text.special_tokens import Segment, SpecialTokens
+from kvd.text.token_length import TokenReach, reach_of_document
 
 _TOKEN_IDS = range(-1, 2**31)
 """-1: files that have no such token."""
@@ -26,7 +27,8 @@ class TokenizerFacts:
     """What a model says of its tokenizer beside the vocabulary.
 
     ``prefix_ids`` and ``suffix_ids`` surround plain text (begin and end of sequence). ``variables`` are the special tokens' texts under the names
-    that chat templates use. ``identity`` is everything that decides ids, as JSON values, for the digest.
+    that chat templates use. ``reach``: how much text a token can stand for. ``identity`` is everything that decides ids, as JSON values,
+    for the digest.
     """
 
     specials: SpecialTokens
@@ -34,6 +36,7 @@ class TokenizerFacts:
     suffix_ids: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
     vocab_size: int
+    reach: TokenReach
     variables: Mapping[str, str]
     identity: Mapping[str, Any]
 
@@ -141,19 +144,20 @@ def _build(path: Path, document: dict[str, Any], config: dict[str, Any], texts: 
     prefix = _override(prefix, config.get("add_bos_token"), id_of.get(texts.get("bos_token", "")))
     suffix = _override(suffix, config.get("add_eos_token"), id_of.get(texts.get("eos_token", "")))
     plain = [token for token in added if token["content"] not in special]
+    start = _without_specials(document, plain, special)
     facts = TokenizerFacts(
         specials=specials,
         prefix_ids=prefix,
         suffix_ids=suffix,
         eos_token_ids=tuple(sorted(eos)),
         vocab_size=max(id_of.values(), default=-1) + 1,
+        reach=reach_of_document(start),
         variables=texts,
         identity={"tokenizer.json": document, "prefix": prefix, "suffix": suffix, "eos": sorted(eos)},
     )
     pieces = PieceTable(
         {token_id: text for text, token_id in id_of.items() if text not in special}, _decoder_rules(path, document.get("decoder"))
     )
-    start = _without_specials(document, plain, special)
     inner, differs = _never_at_start(start)
     return LibraryTokenizer(facts, pieces, _library(path, start), _library(path, inner) if differs else None)
 

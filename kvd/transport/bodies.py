@@ -6,6 +6,7 @@ headers are checked before anything is built, plain strings are read as they are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,8 @@ class TextJob:
     vocab_size: int = 0
     """For ids: how many there are."""
     template_args: dict[str, Any] = field(default_factory=dict)
+    check_length: Callable[[int], None] | None = None
+    """For a chat: told how many tokens it has at least, before its text is tokenised; raises ``RequestError`` if they can't fit."""
     is_prefix: bool = False
     """Whether the ids are to be what every conversation beginning with these messages shares (a pin)."""
 
@@ -78,8 +81,10 @@ def _run(job: TextJob, text: Text, date: str) -> TextResult:
         source = _utf8(job.body)
         return TextResult(number=job.number, token_ids=pack_tokens(text.encode(source)), text=source)
     messages = unpack_messages(job.body)
-    render = text.system_prefix if job.is_prefix else text.encode_chat
-    token_ids = render(messages, date=date, args=job.template_args)
+    if job.is_prefix:
+        token_ids = text.system_prefix(messages, date=date, args=job.template_args)
+    else:
+        token_ids = text.encode_chat(messages, date=date, args=job.template_args, check_length=job.check_length)
     return TextResult(number=job.number, token_ids=pack_tokens(token_ids), messages=messages)
 
 

@@ -22,7 +22,7 @@ from kvd.transport.bodies import TextJob, TextResult, check_ids
 from kvd.transport.clients import Client
 from kvd.transport.edge import RETRY_AFTER_S, Edge
 from kvd.transport.errors import RequestError, bad_request
-from kvd.transport.validation import check_forget, check_id, check_name, check_pin
+from kvd.transport.validation import check_fewest, check_forget, check_id, check_name, check_pin
 from kvd.types import TOKEN_BYTES, ErrorCode, unpack_tokens
 
 Operation = Pin | Unpin | Forget | Prefixes | Tokenize | Detokenize | Status | Stats | Checkpoint | Drain
@@ -178,6 +178,9 @@ class Operations:
             raise bad_request(f"input is {message.input!r:.40}; it must be text or messages")
         if len(bodies) != 1:
             raise bad_request(f"{len(bodies)} body frames; there must be one")
+        if isinstance(message, Pin) and message.input == "text":
+            hello, text = self._edge.require_ready()
+            check_fewest(text.fewest_tokens(bodies[0]), max_tokens=None, max_model_len=hello.max_model_len)
         client, number = operation.client, self._next_number()
         self._edge.queue_text(
             TextJob(

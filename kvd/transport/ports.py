@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvd.commands import Command, Event
@@ -29,9 +29,15 @@ class Text(Protocol):
     @property
     def digest(self) -> bytes: ...
 
+    def fewest_tokens(self, text: bytes, /) -> int:
+        """How many tokens a text has at least, told without tokenising it: by the longest of the vocabulary; 0 if nothing is known."""
+
     def encode(self, text: str, /) -> list[int]: ...
 
-    def encode_chat(self, messages: list[dict[str, Any]], /, *, date: str, args: Mapping[str, Any]) -> list[int]: ...
+    def encode_chat(
+        self, messages: list[dict[str, Any]], /, *, date: str, args: Mapping[str, Any], check_length: Callable[[int], None] | None = None
+    ) -> list[int]:
+        """``check_length`` is told how many tokens there are at least, before the text is tokenised; what it raises is passed on."""
 
     def system_prefix(self, messages: list[dict[str, Any]], /, *, date: str, args: Mapping[str, Any]) -> list[int]: ...
 

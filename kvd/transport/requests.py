@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvd_client.protocol.messages import ChoiceEnd, Finished, Generate, Timings, TokenLogprob, Tokens, Usage
 
@@ -23,7 +24,7 @@ from kvd.transport.errors import RequestError, bad_request
 from kvd.transport.ports import Text
 from kvd.transport.recent import Past, RecentIds
 from kvd.transport.stream import ChoiceStream
-from kvd.transport.validation import check_generate, check_id, check_prompt, sampling_params
+from kvd.transport.validation import check_fewest, check_generate, check_id, check_prompt, sampling_params
 from kvd.types import RETRYABLE_CODES, ErrorCode, FinishReason, unpack_tokens
 
 
@@ -231,7 +232,7 @@ class Requests:
 
     def _begin(self, client: Client, message: Generate, bodies: list[bytes], now: float) -> None:
         config = self._edge.config
-        hello, _ = self._edge.require_ready()
+        hello, text = self._edge.require_ready()
         if client.num_open >= config.max_requests_per_client:
             limit = config.max_requests_per_client
             raise RequestError(ErrorCode.OVERLOADED, f"a client may have {limit} requests and operations", retry_after_s=RETRY_AFTER_S)
@@ -241,6 +242,9 @@ class Requests:
         request = _Request(client, message, now, StreamCredit(config.default_credit, message.credit))
         if message.input == "ids":
             check_prompt((len(bodies[0]) + 3) // 4, message.max_tokens, hello.max_model_len)
+        check_length = partial(check_fewest, max_tokens=message.max_tokens, max_model_len=hello.max_model_len)
+        if message.input == "text":
+            check_length(text.fewest_tokens(bodies[0]))
         if message.input == "ids" and not client.num_text_jobs:
             self._submit(request, check_ids(bodies[0], hello.vocab_size), now)
         else:
@@ -253,6 +257,7 @@ class Requests:
                     body=bodies[0],
                     vocab_size=hello.vocab_size,
                     template_args=message.template_args,
+                    check_length=check_length,
                 )
             )
             client.num_text_jobs += 1

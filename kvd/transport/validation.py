@@ -86,8 +86,10 @@ def check_name(name: str) -> None:
         raise bad_request("name must have 1 to 128 letters, digits or . _ : @ + - and begin with a letter or a digit")
 
 
-def check_prompt(num_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
+def check_prompt(num_tokens: int, max_tokens: int | None, max_model_len: int, *, at_least: bool = False) -> int:
     """The output tokens a choice may have: ``max_tokens``, or what the model's positions leave.
+
+    ``at_least``: the prompt may turn out to have more tokens.
 
     Raises:
         RequestError: ``bad_request`` for an empty prompt, ``prompt_too_long`` with the numbers.
@@ -95,16 +97,27 @@ def check_prompt(num_tokens: int, max_tokens: int | None, max_model_len: int) ->
     if num_tokens == 0:
         raise bad_request("the prompt is empty")
     room = max_model_len - num_tokens
+    tokens = f"{'at least ' if at_least else ''}{num_tokens} tokens"
     if room < 1:
-        raise RequestError(ErrorCode.PROMPT_TOO_LONG, f"the prompt has {num_tokens} tokens; with one of output it exceeds {max_model_len}")
+        raise RequestError(ErrorCode.PROMPT_TOO_LONG, f"the prompt has {tokens}; with one of output it exceeds {max_model_len}")
     if max_tokens is None:
         return room
     if max_tokens > room:
         raise RequestError(
             ErrorCode.PROMPT_TOO_LONG,
-            f"the prompt has {num_tokens} tokens and max_tokens is {max_tokens}; together they exceed {max_model_len}",
+            f"the prompt has {tokens} and max_tokens is {max_tokens}; together they exceed {max_model_len}",
         )
     return max_tokens
+
+
+def check_fewest(num_tokens: int, *, max_tokens: int | None, max_model_len: int) -> None:
+    """Refuse a text whose tokens, at least so many, can't fit: tokenising it would only keep others waiting. 0: nothing is known.
+
+    Raises:
+        RequestError: ``prompt_too_long``, with the numbers.
+    """
+    if num_tokens:
+        check_prompt(num_tokens, max_tokens, max_model_len, at_least=True)
 
 
 def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:

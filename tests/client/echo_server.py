@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from kvd.commands import (
@@ -41,10 +41,15 @@ class ByteText:
     eos_token_ids = (EOS,)
     digest = bytes(32)
 
+    def fewest_tokens(self, text: bytes) -> int:
+        return len(text)
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: list[dict[str, Any]], *, date: str, args: Mapping[str, Any]) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict[str, Any]], *, date: str, args: Mapping[str, Any], check_length: Callable[[int], None] | None = None
+    ) -> list[int]:
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
 
     def system_prefix(self, messages: list[dict[str, Any]], *, date: str, args: Mapping[str, Any]) -> list[int]:

@@ -18,6 +18,7 @@ MODEL = load_text_model("bytes")
 def test_text_is_its_bytes(text: str) -> None:
     ids = MODEL.encode(text)
     assert bytes(ids) == text.encode()
+    assert len(ids) == MODEL.fewest_tokens(text.encode())
     assert MODEL.decode([*ids, 256]) == text
 
 

@@ -116,6 +116,40 @@ def test_a_token_of_the_users_stands_for_itself(trained: sentencepiece.SentenceP
     assert llama.decode([think]) == "<think>"
 
 
+LONG = [*TEXTS, "the quick brown fox " * 20, " " * 300, "<think>" * 40, "日本語" * 50, "\U0010ffff" * 50, "▁ " * 90]
+
+
+def test_no_token_stands_for_more_bytes_than_the_longest(llama: TextModel, tmp_path: Path) -> None:
+    for model in (llama, load_text_model(str(write(tmp_path / "v.gguf", **bpe_facts("gpt-2"))))):
+        assert model.fewest_tokens(b"a" * 2000) > 20
+        for text in LONG:
+            assert len(model.encode(text)) >= model.fewest_tokens(text.encode()), text
+
+
+def test_bytes_that_a_vocabulary_lacks_are_not_counted(tmp_path: Path) -> None:
+    facts = bpe_facts("gpt-2")
+    facts["token_type"][facts["tokens"].index("Ą")] = UNUSED  # byte 4
+    model = load_text_model(str(write(tmp_path / "v.gguf", **facts)))
+    assert model.encode("\x04" * 500) == []
+    assert model.fewest_tokens(b"\x04" * 500) == 0
+    assert len(model.encode("\x04a" * 500)) >= model.fewest_tokens(b"\x04a" * 500) == model.fewest_tokens(b"a" * 500) > 0
+
+
+def test_a_vocabulary_without_every_byte_bounds_nothing(trained: sentencepiece.SentencePieceProcessor, tmp_path: Path) -> None:
+    facts = sentencepiece_facts(trained)
+    facts["tokens"][facts["tokens"].index("<0xF4>")] = "[gone]"
+    model = load_text_model(str(write(tmp_path / "v.gguf", **facts)))
+    assert model.fewest_tokens(b"a" * 2000) == 0
+    assert len(model.encode("\U0010ffff" * 500)) < 10  # all of it one unknown token
+
+
+def test_a_chat_can_be_refused_by_its_bytes_before_it_is_tokenised(llama: TextModel) -> None:
+    told: list[int] = []
+    llama.encode_chat([{"role": "user", "content": "é</s>"}], date="", args={}, check_length=told.append)
+    (fewest,) = told
+    assert 3 <= fewest <= len(llama.encode("[é</s>]")) + 1  # the template's two special tokens, and the text
+
+
 def test_sentencepiece_defaults_and_flags(trained: sentencepiece.SentencePieceProcessor, tmp_path: Path) -> None:
     facts = sentencepiece_facts(trained) | {"add_bos_token": False, "add_eos_token": True, "add_space_prefix": False}
     model = load_text_model(str(write(tmp_path / "v.gguf", **facts)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from kvd.text.model import ChatTemplateError, TextModel, TokenizerError, load_text_model
+from kvd.text.token_length import reach_of_document
 
 pytestmark = pytest.mark.oracle
 
@@ -139,6 +141,58 @@ def test_look_alikes_give_the_ids_of_the_library_told_to_pass_them_by(tmp_path: 
     tokenizer.encode_special_tokens = True
     for text in ("<|zebra|>", "a <|zebra|><|zebra|> 12", "<|zebra <think>|>"):
         assert model.encode(text) == tokenizer.encode(text).ids
+
+
+LONG = [
+    "Hello, world! " * 20,
+    " " * 200,
+    "日本語 テキスト" * 30,
+    "e\u0301" * 90,
+    "<think>" * 40,
+    "\U0010ffff" * 60,
+    "a\n\t\u2003b" * 40,
+    "\x00\ufffd" * 90,
+]
+
+
+def test_no_token_stands_for_more_bytes_than_the_longest(pair: tuple[Tokenizer, TextModel]) -> None:
+    tokenizer, model = pair
+    fewest, encode = model.fewest_tokens, model.encode
+    if "byte_fallback=False" in str(tokenizer):
+        assert fewest(b"a" * 2000) == 0  # NFC composes characters: shorter than what the client sent
+        document = json.loads(tokenizer.to_str()) | {"normalizer": None}
+        plain = Tokenizer.from_str(json.dumps(document))
+        fewest, encode = reach_of_document(document).fewest_tokens, lambda text: plain.encode(text, add_special_tokens=False).ids
+    assert fewest(b"a" * 2000) > 20
+    draw = random.Random(3)
+    for text in [*TEXTS, *CORPUS[:4], *LONG, *("".join(draw.choices("".join(LONG), k=300)) for _ in range(100))]:
+        assert len(encode(text)) >= fewest(text.encode()), text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Lowercase"}},
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": " "}},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": "\u2581"}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKC"}]}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}},
+        {"pre_tokenizer": None},
+        {"model": {"end_of_word_suffix": "</w>"}},
+        {"added_tokens": [{"content": "<x>", "lstrip": True, "rstrip": False, "normalized": False}]},
+        {"added_tokens": [{"content": "<x>", "lstrip": False, "rstrip": True, "normalized": False}]},
+    ],
+)
+def test_where_text_may_vanish_nothing_bounds_a_token(change: dict[str, Any]) -> None:
+    tokenizer = byte_level()
+    tokenizer.normalizer = None
+    document = json.loads(tokenizer.to_str())
+    document["added_tokens"] = []
+    assert reach_of_document(document).max_bytes > 0
+    model = document["model"] | change.get("model", {})
+    assert reach_of_document(document | change | {"model": model}).max_bytes == 0
 
 
 def test_chats_give_the_librarys_ids(pair: tuple[Tokenizer, TextModel]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvd.commands import (
@@ -66,13 +66,21 @@ class ByteText:
     eos_token_ids = (EOS,)
     digest = bytes(range(32))
 
+    def fewest_tokens(self, text: bytes) -> int:
+        return len(text)
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: list[dict[str, Any]], *, date: str, args: Mapping[str, Any]) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict[str, Any]], *, date: str, args: Mapping[str, Any], check_length: Callable[[int], None] | None = None
+    ) -> list[int]:
         if "explode" in args:
             raise ChatTemplateError("template exploded")
-        return self.encode(self._render(messages) + "<assistant>")
+        text = self._render(messages) + "<assistant>"
+        if check_length is not None:
+            check_length(self.fewest_tokens(text.encode()))
+        return self.encode(text)
 
     def system_prefix(self, messages: list[dict[str, Any]], *, date: str, args: Mapping[str, Any]) -> list[int]:
         return self.encode(self._render(messages))
