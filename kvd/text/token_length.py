@@ -73,6 +73,7 @@ def _steps(part: Any, name: str) -> list[Mapping[str, Any]]:
 
 def _keeps_length(normalizer: Mapping[str, Any]) -> bool:
     if normalizer["type"] == "Replace":
-        old = normalizer["pattern"].get("String")
-        return old is not None and len(normalizer["content"].encode()) >= len(old.encode())
-    return normalizer["type"] == "Prepend"
+        old: str | None = normalizer["pattern"].get("String")
+        new: str = normalizer["content"]
+        return old is not None and len(new.encode()) >= len(old.encode())
+    return bool(normalizer["type"] == "Prepend")
