@@ -86,6 +86,22 @@ def build_decoder(
     return decoder
 
 
+def step_arrays(rows: StepRows) -> tuple[np.ndarray, ...]:
+    """A step as the kernels take it, in their order."""
+    attention = rows.attention
+    return (
+        rows.token_ids,
+        attention.positions,
+        attention.starts,
+        attention.num_computed,
+        attention.block_tables,
+        attention.run_start,
+        attention.run_end,
+        attention.run_offsets,
+        attention.run_rows,
+    )
+
+
 class _Room:
     """Memory for logits, grown as needed. Models over one decoder share it: one of them computes at a time."""
 
@@ -121,21 +137,12 @@ class NativeModel:
         return NativeModel(self._decoder, pool, self._room)
 
     def forward(self, rows: StepRows) -> StepHidden:
-        attention = rows.attention
         finite = np.empty(len(rows.token_ids), dtype=bool)
         self._decoder.forward(
             self._pool.address,
             self._pool.kv_type,
             self._pool.num_blocks,
-            rows.token_ids,
-            attention.positions,
-            attention.starts,
-            attention.num_computed,
-            attention.block_tables,
-            attention.run_start,
-            attention.run_end,
-            attention.run_offsets,
-            attention.run_rows,
+            *step_arrays(rows),
             finite,
         )
         return _NativeHidden(self, finite)

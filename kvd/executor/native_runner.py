@@ -7,7 +7,7 @@ are sampled here: launching such a step waits for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from kvd.executor.input_batch import StepRows
 from kvd.executor.kernels.cpu import native
 from kvd.executor.kv_pool import PoolRows
 from kvd.executor.native_kv_pool import NativeKvPool
-from kvd.executor.native_model import NativeModel
+from kvd.executor.native_model import NativeModel, step_arrays
 from kvd.executor.runner import ModelRunner
 from kvd.executor.sampling.noise import stream_keys
 from kvd.step import ExecutorOutput, SchedulerOutput
@@ -105,7 +105,7 @@ class NativeRunner(ModelRunner):
         return NativeRunner(self._native.over(pool), pool, self._vocab_size, **limits, queue=self._queue)
 
     def _put(self, step: SchedulerOutput, rows: StepRows, sampling: np.ndarray, positions: np.ndarray) -> Any:
-        pool, attention = self._native_pool, rows.attention
+        pool = self._native_pool
         temperatures, keys = _NO_TEMPERATURES, _NO_KEYS
         if len(sampling):
             of_rows, seeds, choices = self._sampling.randomness(rows.rows[sampling])
@@ -121,15 +121,7 @@ class NativeRunner(ModelRunner):
             rows.fresh_blocks,
             rows.rows,
             np.isin(rows.rows, [started.row for started in step.started]) if step.started else np.zeros(len(rows.rows), dtype=bool),
-            rows.token_ids,
-            attention.positions,
-            attention.starts,
-            attention.num_computed,
-            attention.block_tables,
-            attention.run_start,
-            attention.run_end,
-            attention.run_offsets,
-            attention.run_rows,
+            *step_arrays(rows),
             sampling,
             temperatures,
             keys,
@@ -142,7 +134,6 @@ class NativeRunner(ModelRunner):
         failed[queued.failed] = True
         batch.failed[rows.rows] = failed
         output = self._sample(step, rows, self._native.hidden())
-        if batch.failed[rows.rows].any():
+        if output.failed_rows:
             self._queue.set_failed(rows.rows, batch.failed[rows.rows])
-            output = replace(output, failed_rows=tuple(rows.rows[batch.failed[rows.rows]].tolist()))
         return output
