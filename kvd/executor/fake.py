@@ -9,21 +9,20 @@ the byte-level vocabulary: ids 0..255 are bytes, 256 ends a sequence. It writes 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import zlib
 from array import array
 from collections.abc import Sequence
 
+from kvd.executor.fake_sampling import EOS_TOKEN_ID, VOCAB_SIZE, distribution, greedy, noise
 from kvd.step import ExecutorOutput, SchedulerOutput, SharedRuns, StartedRow
 from kvd.types import BlockId, KvGroup, SamplingParams, TokenLogprobs, unpack_tokens
 
-VOCAB_SIZE = 257
-EOS_TOKEN_ID = 256
+__all__ = ["EOS_TOKEN_ID", "GROUP", "VOCAB_SIZE", "FakeRunner", "SharedRunError"]
+
 GROUP = "target"
 _POSITION_BYTES = 32
-_LETTERS = b"eeeeeetttttaaaaooooiiiinnnnsssshhhrrrdddllluuucmfwgypbvkxqjz       ,.EATSW0123456789"
-_EOS_PERIOD = 1021
-"""One draw in so many is the end of the sequence."""
 
 
 class SharedRunError(Exception):
@@ -229,34 +228,25 @@ class FakeRunner:
                 continue
             digest = self._context_digest(state)
             for choice in range(state.choice, state.choice + state.num_choices):
-                token_id = self._next_token(state, digest, choice)
+                token_id, logprob = _next_token(state, digest, choice)
                 output.rows.append(row)
                 output.choices.append(choice)
                 output.token_ids.append(token_id)
-                logprobs.append(_logprobs(token_id, state.sampling.num_logprobs))
+                logprobs.append(logprob)
             state.token_ids.append(output.token_ids[-state.num_choices])
             state.num_choices = 1
         asked = any(entry is not None for entry in logprobs)
         return ExecutorOutput(step, output.rows, output.choices, output.token_ids, logprobs if asked else None, tuple(failed))
 
-    def _next_token(self, state: _Row, digest: bytes, choice: int) -> int:
-        """Greedy: a function of the context alone. Else of the seed, the choice and the position besides."""
-        noise = b""
-        if state.sampling.temperature > 0:
-            noise = b"%d:%d:%d" % (state.sampling.seed, choice, len(state.token_ids))
-        drawn = int.from_bytes(hashlib.blake2b(digest + noise, digest_size=8).digest(), "little")
-        banned = state.banned if len(state.token_ids) < state.unban_at else frozenset()
-        if drawn % _EOS_PERIOD == 0 and EOS_TOKEN_ID not in banned:
-            return EOS_TOKEN_ID
-        first = drawn // _EOS_PERIOD % len(_LETTERS)
-        letters = _LETTERS[first:] + _LETTERS[:first] if banned else _LETTERS[first : first + 1]
-        return next((letter for letter in letters if letter not in banned), letters[0])
 
-
-def _logprobs(token_id: int, num_logprobs: int | None) -> TokenLogprobs | None:
-    """The fake is sure of what it says: the sampled token has probability one, others follow by their ids."""
-    if num_logprobs is None:
-        return None
-    others = ((other, -1000.0) for other in range(VOCAB_SIZE) if other != token_id)
-    top = ((token_id, 0.0), *others)[:num_logprobs]
-    return TokenLogprobs(token_id, 0.0, top)
+def _next_token(state: _Row, digest: bytes, choice: int) -> tuple[int, TokenLogprobs | None]:
+    """Greedy: a function of the context alone. Else a draw, by noise that the seed, the choice and the position give. Its log-probability, if the row asks."""
+    sampling, position = state.sampling, len(state.token_ids)
+    banned = state.banned if position < state.unban_at else frozenset()
+    is_greedy = sampling.temperature <= 0
+    if is_greedy and sampling.num_logprobs is None:
+        return greedy(digest, banned), None
+    said = distribution(digest)
+    allowed = said.adjusted(lambda token_id, logprob: -math.inf if token_id in banned else logprob) if banned else said
+    token_id = allowed.greedy if is_greedy else allowed.draw(sampling.temperature, noise(sampling.seed, choice, position))
+    return token_id, None if sampling.num_logprobs is None else said.described(token_id, sampling.num_logprobs)

@@ -163,7 +163,10 @@ def test_several_choices_are_sampled_from_one_prompt(runner):
     assert len(set(output.token_ids)) > 1
     assert output.logprobs is not None
     assert [entry.token_id for entry in output.logprobs] == output.token_ids
-    assert all(len(entry.top) == 2 and entry.top[0] == (entry.token_id, 0.0) for entry in output.logprobs)
+    assert len({entry.top for entry in output.logprobs}) == 1
+    (first, most), (_, less) = output.logprobs[0].top
+    assert generate(FakeRunner(64, BLOCK), PROMPT, table(40), 1) == [first]
+    assert all(entry.logprob <= most and (entry.logprob <= less or entry.token_id == first) for entry in output.logprobs)
     following = runner.execute(step(1, rows=[0], num_tokens=[1]))
     assert (following.rows, following.choices) == ([0], [0])
 
