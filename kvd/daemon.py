@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
@@ -23,10 +24,10 @@ import structlog
 
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager, eviction_policy
-from kvd.commands import Hello, Snapshot, Stopped
+from kvd.commands import Hello, Recipe, Snapshot, Stopped
 from kvd.config import ConfigError, DaemonConfig
 from kvd.engine.clock import SystemClock
-from kvd.engine.loading import Loading
+from kvd.engine.loading import Loading, StartThread
 from kvd.engine.loop import EngineLoop, LoopEnd, StartWork, State
 from kvd.engine.pins import Pins
 from kvd.engine.reports import Reports, StartFacts, starting_report
@@ -50,6 +51,7 @@ from kvd.storage.errors import (
     state_dir_errors,
 )
 from kvd.storage.persistence import Storage
+from kvd.storage.rehydration_report import RehydrationReport
 from kvd.text.errors import TextError
 from kvd.text.model import BYTES, SharedTextModel, TextModel
 from kvd.transport.errors import EndpointError, EndpointInUseError
@@ -63,8 +65,17 @@ EXIT_CONFIG = 78
 
 _MAX_DESCRIPTORS = 65536
 _FRONTEND_STOP_S = 5.0
+_REHYDRATION_STOP_S = 2.0
+"""How long a stop waits for the batch of blocks that is under way: it ends there, and the store is then closed behind it."""
 _MIN_FLUSH_S = 2.0
 """How long clients may take to read what they are owed, or what is left of the drain if that is more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Restored:
+    report: RehydrationReport
+    recipes: dict[str, Recipe]
+    pins_not_computed: dict[str, str]
 
 
 class _StopDuringStart(BaseException):
@@ -144,6 +155,7 @@ class Daemon:
         )
         self._loop: EngineLoop | None = None
         self._loading: Loading | None = None
+        self._rehydrating: StartThread[_Restored] | None = None
         self._head_start = HeadStart()
         self._progress = StartProgress(self._manager.progress, lambda: self._publish(State.REHYDRATING), self._clock)
         self._num_signals = 0
@@ -153,7 +165,7 @@ class Daemon:
     @property
     def is_loading(self) -> bool:
         """Whether a thread that loads runs, even after ``run``: then the process must not end in the interpreter's own way."""
-        return self._head_start.is_running or (self._loading is not None and self._loading.is_loading)
+        return self._head_start.is_running or any(thread is not None and thread.is_running for thread in (self._loading, self._rehydrating))
 
     def run(self) -> int:
         os.umask(0o077)
@@ -199,6 +211,8 @@ class Daemon:
             self._outbox.put([Stopped(flush_s)])
             if frontend is not None:
                 frontend.stop(flush_s + _FRONTEND_STOP_S)
+            if self._rehydrating is not None:
+                self._rehydrating.wait(_REHYDRATION_STOP_S)  # left behind if its disk hangs: it goes with the process
             if engine is not None:
                 engine.executor.close(_FRONTEND_STOP_S)
             if storage is not None:
@@ -327,7 +341,7 @@ class Daemon:
             on_state=lambda state: self._on_state(state, storage),
             on_served=storage.mark_served,
         )
-        if self._num_signals or self._failure:  # one whose exception was lost in a callback
+        if self._num_signals or self._failure:  # one that came since the rehydration
             self._loop.request_drain()
         # What lives until the end is not looked at by the collector: its pauses then depend on the requests alone. It was off during the start, where
         # nearly everything stays.
@@ -336,21 +350,49 @@ class Daemon:
         return self._loop.run(work)
 
     def _rehydrate(self, storage: Storage, engine: OpenEngine, cache: CacheManager) -> StartWork:
-        """Weights and blocks side by side; then the warm-up. What is left of the start is the loop's."""
+        """Weights and blocks side by side; then the warm-up. What is left of the start is the loop's.
+
+        Other threads work with the same locks from here on, so a signal is looked for, between two waits, and interrupts nothing.
+        """
         config = self._config
+        self._may_interrupt = False
+        self._end_if_stopped()
         started = self._clock.monotonic()
         loading = self._loading = Loading(engine.load, self._progress.on_weights)
         loading.start()
         self._publish(State.REHYDRATING)
         deadline_s = started + config.storage.rehydrate_timeout_s
+        rehydrating = self._rehydrating = StartThread(
+            "kvd-rehydration", lambda: self._bring_back(storage, engine, cache, started, deadline_s)
+        )
+        rehydrating.start()
+        restored = rehydrating.finish(self._end_if_stopped)
+        waited = self._clock.monotonic()
+        loading.finish(self._end_if_stopped)
+        self._facts.startup["wait_for_weights"] = self._since(waited)
+        self._facts.startup |= {name: round(seconds, 3) for name, seconds in engine.times.items()}
+        self._log.info("rehydrated", **restored.report.as_dict())
+        now = self._clock.monotonic()
+        return StartWork(
+            recipes=restored.recipes,
+            pins_not_computed=restored.pins_not_computed,
+            recompute=known_ids(restored.report.recompute, engine.vocab_size, self._log),
+            pins_deadline_s=deadline_s,
+            recompute_deadline_s=min(deadline_s, now + config.storage.recompute_budget_s),
+        )
+
+    def _bring_back(self, storage: Storage, engine: OpenEngine, cache: CacheManager, started: float, deadline_s: float) -> _Restored:
+        """On a thread of its own, which ends at the next report of progress when the start is to end."""
         bar = Progress("rehydrating")
 
         def progress(done: int, total: int) -> None:
+            self._end_if_stopped()
             bar.update(done, total)
             self._progress.on_blocks(done, total)
 
         report = storage.rehydrate(cache, engine.executor, deadline_s, progress)
         bar.close()
+        self._end_if_stopped()
         self._progress.blocks_are_back()
         self._facts.rehydration = report.as_dict()
         self._facts.startup["rehydrate"] = self._since(started)
@@ -359,22 +401,10 @@ class Daemon:
             report,
             load_text=self._load_text,
             vocab_size=engine.vocab_size,
-            template_date=config.transport.template_date,
+            template_date=self._config.transport.template_date,
             log=self._log,
         )
-        waited = self._clock.monotonic()
-        loading.finish()
-        self._facts.startup["wait_for_weights"] = self._since(waited)
-        self._facts.startup |= {name: round(seconds, 3) for name, seconds in engine.times.items()}
-        self._log.info("rehydrated", **report.as_dict())
-        now = self._clock.monotonic()
-        return StartWork(
-            recipes=recipes,
-            pins_not_computed=not_computed,
-            recompute=known_ids(report.recompute, engine.vocab_size, self._log),
-            pins_deadline_s=deadline_s,
-            recompute_deadline_s=min(deadline_s, now + config.storage.recompute_budget_s),
-        )
+        return _Restored(report, recipes, not_computed)
 
     # -------------------------------------------------------------------------------- state, signals, failures
 
@@ -408,8 +438,11 @@ class Daemon:
         return isinstance(error, _StopDuringStart) or (self._loop is None and (self._num_signals > 0 or bool(self._failure)))
 
     def _allow_interrupts(self) -> None:
-        """From here to the loop a signal ends the start wherever it is: what must be undone is known."""
+        """From here to the rehydration a signal ends the start wherever it is: what must be undone is known."""
         self._may_interrupt = True
+        self._end_if_stopped()
+
+    def _end_if_stopped(self) -> None:
         if self._num_signals or self._failure:
             raise _StopDuringStart
 

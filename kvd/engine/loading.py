@@ -1,29 +1,66 @@
-"""The model's weights on a thread of their own, beside the rehydration."""
+"""What the start does on threads of their own: the weights, and beside them the rehydration."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from kvd.observe.progress import Progress
 
+_LOOK_S = 0.05
 
-class Loading(threading.Thread):
-    """Runs ``load(progress)``; ``tell`` hears, in words, how far it is."""
+T = TypeVar("T")
 
-    def __init__(self, load: Callable[[Callable[[int, int], None]], None], tell: Callable[[str], None]) -> None:
-        super().__init__(name="kvd-weights", daemon=True)
-        self._load = load
-        self._tell = tell
+
+class StartThread(threading.Thread, Generic[T]):
+    """Runs ``work``. The main thread waits, and nothing else: a signal's exception, raised wherever that thread is, could leave a lock held that another
+    thread needs (a ``Condition``'s, the import lock), and both would wait for ever.
+    """
+
+    def __init__(self, name: str, work: Callable[[], T]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work = work
+        self._returned: list[T] = []
         self._error: BaseException | None = None
         self._done = threading.Event()
 
     @property
-    def is_loading(self) -> bool:
+    def is_running(self) -> bool:
         """Not ``is_alive``: a ``join`` that a signal interrupted takes the thread for dead."""
         return self.ident is not None and not self._done.is_set()
 
     def run(self) -> None:
+        try:
+            self._returned.append(self._work())
+        except BaseException as error:  # handed to the thread that waits
+            self._error = error
+        finally:
+            self._done.set()
+
+    def finish(self, check: Callable[[], Any]) -> T:
+        """Wait for the end; what the work returned. Raises what it raised, or what ``check`` does, which is called a few times a second."""
+        while not self._done.wait(_LOOK_S):
+            check()
+        check()
+        if self._error is not None:
+            raise self._error
+        return self._returned[0]
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within the time, or never began."""
+        return self.ident is None or self._done.wait(timeout_s)
+
+
+class Loading(StartThread[None]):
+    """Runs ``load(progress)``; ``tell`` hears, in words, how far it is."""
+
+    def __init__(self, load: Callable[[Callable[[int, int], None]], None], tell: Callable[[str], None]) -> None:
+        super().__init__("kvd-weights", self._run_load)
+        self._load = load
+        self._tell = tell
+
+    def _run_load(self) -> None:
         bar = Progress("loading weights")
 
         def progress(done: int, total: int) -> None:
@@ -32,14 +69,5 @@ class Loading(threading.Thread):
 
         try:
             self._load(progress)
-        except BaseException as error:  # handed to the thread that waits
-            self._error = error
         finally:
             bar.close()
-            self._done.set()
-
-    def finish(self) -> None:
-        """Wait for the end; raises what the loading raised."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error

@@ -10,7 +10,7 @@ _BLOCKS_INTERVAL_S = 0.25
 
 
 class StartProgress:
-    """``text`` says what is under way. ``on_weights`` is the loading thread's, the rest the main one's.
+    """``text`` says what is under way. ``on_weights`` is the loading thread's, the rest the rehydrating one's.
 
     Args:
         manager: hears each line, with its own idea of how often is enough.

@@ -117,7 +117,7 @@ class _Copy:
 
 
 class Rehydration:
-    """Single use, on the starting thread."""
+    """Single use, on a thread that no signal interrupts: it shares locks with others."""
 
     def __init__(
         self,
@@ -152,11 +152,11 @@ class Rehydration:
     def run(self, chains: Sequence[Sequence[IndexNode]], progress: Progress) -> Loaded:
         """Load ``chains`` until all are there, the time is over or the store fails. The tree holds no filling node of ours afterwards."""
         try:
-            # Its thread begins before there is anything to read: a signal in the middle of that leaves one that nobody would wait for.
+            # Its thread begins before there is anything to read: whatever ends the start in the middle of that leaves one that nobody would wait for.
             self._second_reader.submit(int).result()
             return self._run(chains, progress)
         finally:
-            self._second_reader.shutdown()  # a signal may end the start anywhere in here, and the store's map is gone soon after
+            self._second_reader.shutdown()  # ``progress`` may raise to end the start, and the store's map is gone soon after
 
     def _run(self, chains: Sequence[Sequence[IndexNode]], progress: Progress) -> Loaded:
         self._progress = progress

@@ -117,6 +117,43 @@ def test_stopped_while_rehydrating(tmp_path: Path, place: str) -> None:
     assert_intact(tmp_path)
 
 
+SIGNAL_AT_A_LOCK = """
+import os, signal, sys, threading
+
+passed = 0
+
+def profile(frame, event, _arg):
+    global passed
+    if event == "c_return" and frame.f_code is threading.Condition.__enter__.__code__:
+        caller = frame.f_back
+        while caller is not None and caller.f_code.co_name != "_rehydrate":
+            caller = caller.f_back
+        if caller is not None:
+            passed += 1
+            if passed == int(os.environ["SIGNAL_AT"]):
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGTERM)
+
+sys.setprofile(profile)
+"""
+"""The main thread's Nth taking of a condition's lock while it rehydrates: an exception just then would leave the lock held."""
+
+
+def test_stopped_just_when_a_lock_is_taken(tmp_path: Path) -> None:
+    """Whatever the main thread was doing: no thread is left waiting for a lock that the way out would wait for in turn."""
+    prepare(tmp_path, bytes_too=True)
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(SIGNAL_AT_A_LOCK)
+    for nth in range(1, 8):
+        # The rehydration is slow enough for the main thread to take that many, and the stop need not wait for it.
+        env = {"KVD_FAILPOINTS": "rehydrate.before_read=sleep:1.5", "PYTHONPATH": str(tmp_path / "hook"), "SIGNAL_AT": str(nth)}
+        with DaemonProcess(tmp_path, env=env) as process:
+            assert process.wait_dead(PROMPT_S) == 0, nth
+            assert "stopped_during_start" in process.log()
+        assert not (tmp_path / "state" / "starting").exists()
+    assert_intact(tmp_path)
+
+
 def test_stopped_while_computing_pins(tmp_path: Path) -> None:
     """Nobody waits for what the start computes: the stop does not either."""
     prepare(tmp_path, bytes_too=False)
