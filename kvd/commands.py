@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvd.types import SamplingParams, TokenLogprobs
+from kvd.types import BeamSearch, Constraint, SamplingParams, Speculation, TokenLogprobs
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +63,23 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Seconds from the request's end after which ``cache_priority`` counts no more; 0: it counts for ever."""
     tenant_salt: bytes = b""
     adapter: bytes = b""
+    """Digest of a LoRA adapter; empty: the base model."""
+    tenant: str = ""
+    """Whose tokens it counts to, between tenants that wait."""
+    priority: int = 0
+    """Class in which it waits; lower is sooner."""
+    deadline_s: float = 0.0
+    """Seconds from now after which it fails with ``deadline_exceeded``; 0: none."""
+    queue_timeout_s: float = 0.0
+    """Seconds from now after which it fails with ``queue_timeout`` unless it has begun to run; 0: none."""
+    best_of: int = 0
+    """Sample so many choices and tell the ``num_choices`` most likely of them, when all are over; 0: all that are sampled."""
+    beam: BeamSearch | None = None
+    speculation: Speculation | None = None
+    """None: the daemon's default."""
+    constraint: Constraint | None = None
+    prompt_logprobs: int | None = None
+    """As ``SamplingParams.num_logprobs``, for the prompt."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -199,6 +216,9 @@ class RequestUsage(msgspec.Struct, frozen=True, gc=False):
     recomputed_tokens: int = 0
     queue_ms: float = 0.0
     num_preemptions: int = 0
+    drafted_tokens: int = 0
+    """Proposed to the model by speculation; of these, ``accepted_tokens`` became output."""
+    accepted_tokens: int = 0
 
 
 class TokensOut(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -212,11 +232,24 @@ class TokensOut(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class ChoiceDone(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """``reason`` is a ``FinishReason``. Comes after the choice's last ``TokensOut``."""
+    """``reason`` is a ``FinishReason``. Comes after the choice's last ``TokensOut``.
+
+    ``cumulative_logprob`` (nats) and ``score`` (a beam's) are None where nobody asked for them.
+    """
 
     request_id: bytes
     choice: int
     reason: str
+    cumulative_logprob: float | None = None
+    score: float | None = None
+
+
+class PromptLogprobsOut(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Log-probabilities of prompt tokens, from position ``first_position`` on (1 at first: nothing precedes position 0). Before the first ``TokensOut``."""
+
+    request_id: bytes
+    first_position: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 class RequestDone(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -279,4 +312,4 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     flush_s: float = 2.0
 
 
-Event = TokensOut | ChoiceDone | RequestDone | RequestFailed | OpDone | OpFailed | Snapshot | Hello | Stopped
+Event = TokensOut | PromptLogprobsOut | ChoiceDone | RequestDone | RequestFailed | OpDone | OpFailed | Snapshot | Hello | Stopped

@@ -35,6 +35,12 @@ class StartedRow:
     banned_token_ids: tuple[int, ...] = ()
     """Ids that may not be sampled while fewer than ``min_tokens`` tokens are out (end-of-sequence and stop ids)."""
     min_tokens: int = 0
+    adapter: bytes = b""
+    """Digest of the LoRA adapter that the row runs with; empty: the base model."""
+    prompt_logprobs: int | None = None
+    """As ``SamplingParams.num_logprobs``, for the prompt's tokens but the first; such a row begins with nothing computed."""
+    is_rejection: bool = False
+    """Drafted tokens are accepted by rejection sampling, else by coupling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +48,36 @@ class ContinuedRows:
     """The rows that go on, as columns of equal length.
 
     ``block_ids[block_offsets[i]:block_offsets[i + 1]]`` are the blocks appended to the table of ``rows[i]`` since its last step.
-    A row whose known tokens are all computed continues with the token that it sampled last, which the executor knows.
+    A row whose known tokens are all computed continues with the token that it sampled last, which the executor knows, unless it is given another.
+
+    The last ``num_draft[i]`` of the row's ``num_tokens[i]`` positions hold *drafted* tokens: given ones, or else what the draft model proposes. The row then samples
+    after each of them and after its last known token, in order, and keeps of these 1 to ``num_draft[i] + 1`` tokens: those that agree with the draft,
+    and one more. With m kept, it has m known tokens more than before the drafts, all but the last of them computed.
     """
 
     rows: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     block_offsets: list[int] = field(default_factory=lambda: [0])
     block_ids: list[BlockId] = field(default_factory=list)
+    num_draft: list[int] = field(default_factory=list)
+    """Empty where no row drafts."""
+    given_offsets: list[int] = field(default_factory=list)
+    """Empty where no row is given tokens; else ``given_ids[given_offsets[i]:given_offsets[i + 1]]``, none or ``num_tokens[i]`` of them, take the places from the row's first
+    uncomputed position on, whatever it sampled."""
+    given_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens rows may sample in a step: ``counts[i]`` masks for ``rows[i]``, one for each token that it may sample, in order.
+
+    A mask is ``num_words`` little-endian u32 of ``words``; bit j of word w says whether token 32 w + j may be sampled. Nobody writes to ``words`` any more.
+    """
+
+    rows: list[int]
+    counts: list[int]
+    num_words: int
+    words: bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +126,7 @@ class SchedulerOutput:
     copies: tuple[BlockCopy, ...] = ()
     fills: tuple[object, ...] = ()
     shared_runs: SharedRuns = NO_SHARED_RUNS
+    masks: TokenMasks | None = None
 
     @property
     def num_chunk_tokens(self) -> int:
@@ -105,10 +135,19 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of row ``row``: log-probabilities of the known tokens at positions ``first_position`` and on, each given those before it."""
+
+    row: int
+    first_position: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutorOutput:
     """What a step sampled, as columns: entry i is ``token_ids[i]`` of choice ``choices[i]`` in row ``rows[i]``.
 
-    A row may have several entries: one for each choice at its first sample. ``logprobs`` is None when no row asked, else has one
+    A row may have several entries: one for each choice at its first sample, or one for each token kept where it drafted. ``logprobs`` is None when no row asked, else has one
     entry (or None) a sample. ``failed_rows`` had non-finite logits: they have no entries.
     """
 
@@ -118,3 +157,4 @@ class ExecutorOutput:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     failed_rows: tuple[int, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

@@ -105,6 +105,8 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False):
     output (CTRL, Keskar et al. 2019); presence and frequency penalties count the output alone (OpenAI API).
     ``seed`` is 64 bits; the noise of a draw is a function of (seed, choice, absolute position, token id).
     ``num_logprobs`` is None for none, 0 for the sampled token alone, k for the k most likely besides.
+    ``logit_bias`` (token id, nats to add) pairs come after the penalties; only ``allowed_token_ids`` may be sampled where there are any, never
+    ``banned_token_ids``, nor the last id of one of ``bad_words`` right after its others.
     """
 
     temperature: float = 1.0
@@ -116,6 +118,44 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False):
     frequency_penalty: float = 0.0
     seed: int = 0
     num_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+class BeamSearch(msgspec.Struct, frozen=True, gc=False):
+    """Beam search over ``width`` beams; the score of a finished one is its log-probability over (generated tokens) ** ``length_penalty``.
+
+    ``early_stopping``, as in transformers: True ends with ``width`` finished beams; False when no open beam is likely to become better than the worst
+    finished one; None ("never") when none can.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | None = False
+
+
+class Speculation(msgspec.Struct, frozen=True, gc=False):
+    """How a request drafts. ``mode``: ``auto``, ``off``, ``ngram`` or ``draft``. ``num_draft`` tokens at most a step; 0: the daemon's default.
+
+    ``acceptance``: ``coupled`` (a drafted token is accepted while it is what the target samples with its own noise: the same output as without drafts) or
+    ``rejection`` (Leviathan et al., "Fast inference from transformers via speculative decoding", 2023: the same distribution).
+    """
+
+    mode: str = "auto"
+    num_draft: int = 0
+    acceptance: str = "coupled"
+
+
+class Constraint(msgspec.Struct, frozen=True, gc=False):
+    """What the output must match. ``kind``: ``json_schema``, ``regex``, ``choice``, ``lark`` or ``json`` (any JSON value; no source).
+
+    ``source`` is the schema, expression or grammar; for ``choice`` the alternatives, one or more.
+    """
+
+    kind: str
+    source: tuple[str, ...] = ()
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):

@@ -14,8 +14,7 @@ from functools import partial
 
 from kvd_client.protocol.messages import ChoiceEnd, Finished, Generate, Timings, TokenLogprob, Tokens, Usage
 
-from kvd.cache.tenants import tenant_salt
-from kvd.commands import Abort, ChoiceDone, FinishChoice, Grant, RequestDone, RequestFailed, RequestUsage, Submit, TokensOut
+from kvd.commands import Abort, ChoiceDone, FinishChoice, Grant, RequestDone, RequestFailed, RequestUsage, TokensOut
 from kvd.transport.bodies import TextJob, TextResult, check_ids
 from kvd.transport.clients import Client
 from kvd.transport.credit import StreamCredit
@@ -24,7 +23,8 @@ from kvd.transport.errors import RequestError, bad_request
 from kvd.transport.ports import Text
 from kvd.transport.recent import Past, RecentIds
 from kvd.transport.stream import ChoiceStream
-from kvd.transport.validation import check_fewest, check_generate, check_id, check_prompt, sampling_params
+from kvd.transport.submission import submit_command
+from kvd.transport.validation import check_fewest, check_generate, check_id, check_prompt, num_bodies
 from kvd.types import RETRYABLE_CODES, ErrorCode, FinishReason, unpack_tokens
 
 
@@ -237,8 +237,8 @@ class Requests:
             limit = config.max_requests_per_client
             raise RequestError(ErrorCode.OVERLOADED, f"a client may have {limit} requests and operations", retry_after_s=RETRY_AFTER_S)
         check_generate(message, max_choices=hello.max_choices, max_stop_strings=config.max_stop_strings, vocab_size=hello.vocab_size)
-        if len(bodies) != 1:
-            raise bad_request(f"generate has {len(bodies)} body frames; it must have one")
+        if len(bodies) != num_bodies(message):
+            raise bad_request(f"generate has {len(bodies)} body frames; it must have {num_bodies(message)}")
         request = _Request(client, message, now, StreamCredit(config.default_credit, message.credit))
         if message.input == "ids":
             check_prompt((len(bodies[0]) + 3) // 4, message.max_tokens, hello.max_model_len)
@@ -280,19 +280,14 @@ class Requests:
         request.streams = _open_streams(message, text, token_ids, frozenset(stop_ids))
         request.submitted_s = now
         self._edge.put_or_refuse(
-            Submit(
-                request_id=message.request_id,
-                token_ids=token_ids,
-                sampling=sampling_params(message.sampling, request.seed),
+            submit_command(
+                message,
+                token_ids,
+                tenant=request.client.caller.tenant,
+                seed=request.seed,
                 max_tokens=max_tokens,
-                may_shorten=message.max_tokens is None,
-                num_choices=message.n,
-                min_tokens=message.min_tokens,
                 stop_token_ids=tuple(sorted(stop_ids)),
                 credit_tokens=request.credit.take_grant(),
-                tenant_salt=tenant_salt(request.client.caller.tenant, message.cache_salt),
-                cache_priority=message.cache_priority,
-                cache_ttl_s=message.cache_ttl_s,
             )
         )
         request.is_running = True

@@ -8,7 +8,7 @@ from kvd_client.protocol.messages import ID_BYTES, Forget, Generate, Pin, Sampli
 
 from kvd.cache.tenants import MAX_CACHE_SALT_BYTES, PIN_NAME
 from kvd.transport.errors import RequestError, bad_request
-from kvd.types import ErrorCode, SamplingParams
+from kvd.types import ErrorCode
 
 INPUTS = ("text", "ids", "messages")
 MAX_LOGPROBS = 20
@@ -17,6 +17,13 @@ MAX_TTL_S = 366 * 86400
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = (1 << 64) - 1
+
+_GENERATE_DEFAULTS = Generate(request_id=b"", input="")
+NOT_SUPPORTED = (
+    "adapter", "bad_words", "beam", "best_of", "constraint", "deadline_s", "echo", "priority", "prompt_logprobs", "queue_timeout_s", "speculation",
+    "tools", "truncate_prompt",
+)  # fmt: skip
+NOT_SUPPORTED_SAMPLING = ("allowed_token_ids", "banned_token_ids", "logit_bias")
 
 
 def check_id(field: str, value: bytes) -> None:
@@ -52,6 +59,17 @@ def check_generate(message: Generate, *, max_choices: int, max_stop_strings: int
     _check_range("cache_priority", message.cache_priority, 0, 100)
     _check_ttl("cache_ttl_s", message.cache_ttl_s)
     _check_sampling(message.sampling)
+    for field in NOT_SUPPORTED:
+        if getattr(message, field) != getattr(_GENERATE_DEFAULTS, field):
+            raise bad_request(f"{field} is not supported")
+    for field in NOT_SUPPORTED_SAMPLING:
+        if getattr(message.sampling, field):
+            raise bad_request(f"{field} is not supported")
+
+
+def num_bodies(message: Generate) -> int:
+    """Body frames of a ``generate``: its input, its constraint's source, its tools."""
+    return 1 + (message.constraint not in ("", "json")) + message.tools
 
 
 def check_pin(message: Pin) -> None:
@@ -118,21 +136,6 @@ def check_fewest(num_tokens: int, *, max_tokens: int | None, max_model_len: int)
     """
     if num_tokens:
         check_prompt(num_tokens, max_tokens, max_model_len, at_least=True)
-
-
-def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
-    """The engine's parameters, with every default resolved."""
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        seed=seed,
-        num_logprobs=sampling.logprobs,
-    )
 
 
 def _check_sampling(sampling: Sampling) -> None:

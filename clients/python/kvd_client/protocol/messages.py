@@ -46,13 +46,38 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int | None = None
     logprobs: int | None = None
     """None: none. 0: of the sampled token. k: of the k most likely besides (at most 20)."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit after the penalties: -100 to 100) pairs."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Where there are any, no other may be sampled."""
+    banned_token_ids: tuple[int, ...] = ()
+
+
+class Beam(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Beam search; the terms are those of transformers' ``generate``. ``early_stopping``: True, False, or None for "never"."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | None = False
+
+
+class Speculation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Speculative decoding. ``mode``: ``auto``, ``off``, ``ngram`` or ``draft``. ``num_draft``: tokens proposed in a step, 0: the daemon's default.
+
+    ``acceptance``: ``coupled`` (the same output as without) or ``rejection`` (the same distribution; for requests without a seed).
+    """
+
+    mode: str = "auto"
+    num_draft: int = 0
+    acceptance: str = "coupled"
 
 
 class Generate(Message, frozen=True, tag="generate"):
-    """Begin a request. Body: one frame, by ``input``.
+    """Begin a request. Body: one frame, by ``input``; then, where ``constraint`` is named and has a source, that; then, with ``tools``, these.
 
     ``text``: UTF-8, tokenised as it is (with the model's begin-of-sequence token where it has one). ``ids``: packed u32. ``messages``: a msgpack
     array of ``{"role": str, "content": str, …}`` maps for the model's chat template, with ``template_args`` as further variables.
+    The source of a constraint is UTF-8, that of ``choice`` a msgpack array of strings. ``tools``: a msgpack array of maps for the chat template.
     """
 
     request_id: bytes
@@ -76,6 +101,30 @@ class Generate(Message, frozen=True, tag="generate"):
     cache_ttl_s: float = 0.0
     """Seconds from the request's end after which its priority counts no more; 0: no end."""
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
+    best_of: int = 0
+    """Choices to sample, of which the ``n`` most likely are returned, when all are over; 0: ``n``."""
+    beam: Beam | None = None
+    """Beam search; the ``n`` best beams are returned, when it is over."""
+    speculation: Speculation | None = None
+    """None: as the daemon is set."""
+    constraint: str = ""
+    """What the output must match: ``json_schema``, ``regex``, ``choice``, ``lark``, ``json`` (any JSON; no source); empty: nothing."""
+    bad_words: tuple[str, ...] = ()
+    prompt_logprobs: int | None = None
+    """As ``Sampling.logprobs``, for the prompt's tokens; answered by ``prompt``."""
+    echo: bool = False
+    """Whether ``prompt`` tells the prompt's tokens and text."""
+    truncate_prompt: int = 0
+    """Keep only so many of the prompt's last tokens; -1: as many as ``max_model_len`` and ``max_tokens`` leave; 0: all."""
+    tools: bool = False
+    priority: int = 0
+    """Class in which it waits; lower is sooner."""
+    deadline_s: float = 0.0
+    """Seconds from its arrival after which it fails with ``deadline_exceeded``; 0: none."""
+    queue_timeout_s: float = 0.0
+    """Seconds from its arrival after which it fails with ``queue_timeout`` unless it has begun to run; 0: none."""
+    adapter: str = ""
+    """Name of a LoRA adapter; empty: the base model."""
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -223,6 +272,18 @@ class Tokens(Message, frozen=True, tag="tokens"):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class Prompt(Message, frozen=True, tag="prompt"):
+    """What was asked for of the prompt by ``echo`` or ``prompt_logprobs``; before the first ``tokens``. Body: its ids as packed u32, then its text as UTF-8.
+
+    A long prompt's ``logprobs`` come in several messages: from ``first_position`` on, 1 at first, for nothing precedes position 0. The ids and the text
+    are in the first alone.
+    """
+
+    request_id: bytes
+    first_position: int = 1
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts. ``cached_tokens``: every prompt token that was matched in the prefix cache. ``restored_tokens``: those of them whose bytes came from disk since
     this start and are used for the first time or were loaded for this request. ``recomputed_tokens``: those of them that the daemon computed again
@@ -233,6 +294,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     restored_tokens: int = 0
     recomputed_tokens: int = 0
     completion_tokens: int = 0
+    drafted_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Proposed by speculation; ``accepted_tokens`` of them became output. Both are left out where nothing was proposed."""
+    accepted_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,6 +314,10 @@ class ChoiceEnd(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
     num_tokens: int
     text_tail: str = ""
+    cumulative_logprob: float | msgspec.UnsetType = msgspec.UNSET
+    """Nats; where log-probabilities, ``best_of`` or ``beam`` were asked for, else left out."""
+    score: float | msgspec.UnsetType = msgspec.UNSET
+    """A beam's: its log-probability over (tokens) ** ``length_penalty``; else left out."""
 
 
 class Finished(Message, frozen=True, tag="finished"):
@@ -286,4 +354,4 @@ class Pong(Message, frozen=True, tag="pong"):
     state: str = ""
 
 
-ServerMessage = HelloReply | Tokens | Finished | Failed | Result | Pong
+ServerMessage = HelloReply | Prompt | Tokens | Finished | Failed | Result | Pong

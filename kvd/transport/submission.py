@@ -1,0 +1,45 @@
+"""From a ``generate`` whose prompt is tokenised and whose fields are checked to the engine's command."""
+
+from __future__ import annotations
+
+from kvd_client.protocol.messages import Generate, Sampling
+
+from kvd.cache.tenants import tenant_salt
+from kvd.commands import Submit
+from kvd.types import SamplingParams
+
+
+def submit_command(
+    message: Generate, token_ids: bytes, *, tenant: str, seed: int, max_tokens: int, stop_token_ids: tuple[int, ...], credit_tokens: int
+) -> Submit:
+    """The command, with every default resolved. ``token_ids`` is packed."""
+    return Submit(
+        request_id=message.request_id,
+        token_ids=token_ids,
+        sampling=sampling_params(message.sampling, seed),
+        max_tokens=max_tokens,
+        may_shorten=message.max_tokens is None,
+        num_choices=message.n,
+        min_tokens=message.min_tokens,
+        stop_token_ids=stop_token_ids,
+        credit_tokens=credit_tokens,
+        tenant_salt=tenant_salt(tenant, message.cache_salt),
+        cache_priority=message.cache_priority,
+        cache_ttl_s=message.cache_ttl_s,
+        tenant=tenant,
+    )
+
+
+def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
+    """The engine's parameters, with every default resolved."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=seed,
+        num_logprobs=sampling.logprobs,
+    )
