@@ -45,19 +45,27 @@ def assert_checks_clean(root: Path) -> None:
 
 
 def test_only_the_request_that_meets_a_nan_fails(tmp_path: Path) -> None:
-    """One row of the embedding is NaN. It is met in a prompt, in a pin, and as a token that was sampled; others run beside and after it unharmed."""
+    """One row of the embedding is NaN. It is met in a prompt, in a pin, and as a token that was sampled; others run beside and after it unharmed.
+
+    The whole model, which says what is right, leaves blocks with that token, and rightly: its daemon has a state of its own. A start takes what another
+    fingerprint left from the index, but the log that held it goes some time after the first checkpoint, behind whatever the disk is at.
+    """
     model = tiny_models.make_model(tmp_path / "model")
+    whole = tmp_path / "whole"
+    whole.mkdir()
     questions = [f"{RULES}Question {number}" for number in range(6)]
-    with model_daemon(tmp_path, model) as process:
+    with model_daemon(whole, model) as process:
         process.wait_ready()
         with process.client() as client:
             healthy = [greedy(client, question) for question in questions]
             known = {token for answer in healthy for token in answer}.union(*(client.tokenize(question) for question in questions))
-            answers = {prompt: greedy(client, prompt, 40) for prompt in (f"Tell me of {number}" for number in range(20))}
+            answers = {prompt: greedy(client, prompt, 48) for prompt in (f"Tell me of {number}" for number in range(20))}
             victim, poison = next(
                 (prompt, token) for prompt, answer in answers.items() for token in answer[8:30] if token not in {*known, *answer[:8]}
             )
+            client.checkpoint()
         process.kill()
+    assert poison in set(stored_token_ids(whole)), "what was kept shows"
     told = answers[victim][: answers[victim].index(poison) + 1]
 
     tiny_models.make_model(model, poisoned_token_id=poison)
