@@ -41,6 +41,8 @@ class StartedRow:
     """As ``SamplingParams.num_logprobs``, for the prompt's tokens but the first; such a row begins with nothing computed."""
     is_rejection: bool = False
     """Drafted tokens are accepted by rejection sampling, else by coupling."""
+    drafts: bool = False
+    """The draft model will be asked to propose tokens for the row: it follows the row's prompt, so that nothing is missing then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +160,5 @@ class ExecutorOutput:
     logprobs: list[TokenLogprobs | None] | None = None
     failed_rows: tuple[int, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    short_drafts: tuple[tuple[int, int], ...] = ()
+    """(row, tokens that the draft model proposed) of rows for which it proposed fewer than asked; the others of the row's positions were not computed."""

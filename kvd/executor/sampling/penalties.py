@@ -35,6 +35,10 @@ class TokenCounts:
         """Count the token that each of ``rows`` (distinct) has put out."""
         self._in_output[self._ids(rows), self._ids(token_ids)] += 1
 
+    def take_back(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        """Undo ``add`` of the same arguments."""
+        self._in_output[self._ids(rows), self._ids(token_ids)] -= 1
+
     def apply(self, logits: Tensor, draws: Draws) -> None:
         """Change ``logits [N, V]`` of penalised draws in place."""
         which = np.flatnonzero(draws.penalised)

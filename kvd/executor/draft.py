@@ -1,0 +1,274 @@
+"""The draft model: a smaller one over its own pool, whose rows bear the numbers of the target's blocks, that proposes tokens for the target to verify.
+
+Speculative decoding (Leviathan et al., "Fast inference from transformers via speculative decoding", 2023; Chen et al., "Accelerating large language model decoding
+with speculative sampling", 2023). A draft draws with the noise that the target will draw with, the function of (seed, choice, absolute position) of
+``sampling.noise``, so that both take the same token wherever their distributions are near (Daliri et al., "Coupling without communication and
+drafter-invariant speculative decoding", 2024).
+
+The pool needs nobody else's bookkeeping: of each block is known how many of its first positions hold the draft model's K and V of the block's present
+tokens. That is none where a row is given the block fresh or it comes from disk; it is copied with the block, and outlives rows as the block does. What
+is missing is computed when a row is asked to draft, so that rows which don't draft cost the draft model nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvd.executor.attention.backend import AttentionRows
+from kvd.executor.input_batch import InputBatch, StepRows
+from kvd.executor.kv_pool import PoolRows
+from kvd.executor.sampling.columns import SamplingColumns
+from kvd.executor.sampling.penalties import TokenCounts
+from kvd.executor.sampling.sampler import sample
+from kvd.executor.step_model import StepHidden, StepModel, finite_rows
+from kvd.step import SchedulerOutput
+from kvd.types import BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTokens:
+    """What is proposed for R rows: row i gets ``ids[offsets[i]:offsets[i + 1]]``, at most as many as it asked for."""
+
+    ids: np.ndarray
+    """int64."""
+    offsets: np.ndarray
+    """int64 ``[R + 1]``."""
+    probs: Tensor | None
+    """Float32 ``[len(ids), vocab]``: the distributions that the ids of rows which accept by rejection were drawn from; None if there is no such row."""
+
+
+class DraftModel:
+    """``model`` over ``pool``, for the rows of ``batch``, ``sampling`` and ``counts``, which are the target's; called from the executor's thread.
+
+    A forward pass takes at most ``max_tokens`` tokens. Positions from ``max_positions`` on are not drafted.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        pool: PoolRows,
+        batch: InputBatch,
+        sampling: SamplingColumns,
+        counts: TokenCounts,
+        *,
+        max_tokens: int,
+        max_positions: int,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._batch = batch
+        self._sampling = sampling
+        self._counts = counts
+        self._max_tokens = max_tokens
+        self._max_positions = max_positions
+        self._block_size = pool.block_size_tokens
+        self._num_valid = np.zeros(pool.num_blocks, dtype=np.int64)
+        """Of each block, the first positions that hold K and V of its tokens."""
+        max_rows = len(batch.num_known)
+        self._follows = np.zeros(max_rows, dtype=bool)
+        self._is_rejection = np.zeros(max_rows, dtype=bool)
+        self._is_broken = np.zeros(max_rows, dtype=bool)
+        """The draft model's numbers were not finite."""
+        self._end = np.zeros(max_rows, dtype=np.int64)
+        """The position after the last that was computed of a draft which is not verified yet; else 0."""
+
+    # ------------------------------------------------------------------------------------------ blocks
+
+    def apply(self, step: SchedulerOutput) -> None:
+        """Note what becomes of blocks in a step. Every step comes by here, in order, before it is computed."""
+        copied = self._num_valid[[copy.source for copy in step.copies]] if step.copies else None
+        if step.continued.block_ids:
+            self._num_valid[step.continued.block_ids] = 0
+        for started in step.started:
+            self._num_valid[list(started.block_ids[-(-started.num_computed // self._block_size) :])] = 0
+            self._follows[started.row] = started.drafts
+            self._is_rejection[started.row] = started.is_rejection
+            self._is_broken[started.row] = False
+            self._end[started.row] = 0
+        if copied is not None:
+            targets = [copy.target for copy in step.copies]
+            self._pool.copy_blocks([copy.source for copy in step.copies], targets)
+            self._num_valid[targets] = copied
+        for started in step.started:
+            if rest := started.num_computed % self._block_size:  # a copied block may have held other tokens behind these
+                block_id = started.block_ids[started.num_computed // self._block_size]
+                self._num_valid[block_id] = min(self._num_valid[block_id], rest)
+
+    def forget(self, block_ids: Sequence[BlockId]) -> None:
+        """The target's rows of these blocks were written from elsewhere: nothing here belongs to them."""
+        self._num_valid[list(block_ids)] = 0
+
+    def num_valid(self, row: int, num_tokens: int) -> int:
+        """How many of the row's first ``num_tokens`` positions the draft model has computed."""
+        size = self._block_size
+        valid = self._num_valid[self._batch.block_tables[row, : -(-num_tokens // size)]]
+        short = np.flatnonzero(valid < size)
+        return num_tokens if not len(short) else min(num_tokens, int(short[0]) * size + int(valid[short[0]]))
+
+    # ------------------------------------------------------------------------------------------ drafting
+
+    @torch.inference_mode()
+    def follow(self, step: SchedulerOutput) -> None:
+        """For rows that will draft, compute what the step's chunks of prompts compute, and what is missing before: as much as one pass takes.
+
+        To be called when ``InputBatch`` has applied the step.
+        """
+        continued = step.continued
+        num_draft = continued.num_draft or [0] * len(continued.rows)
+        going_on = zip(continued.rows, continued.num_tokens, num_draft, strict=True)
+        chunks = [started.row for started in step.started] + [row for row, count, drafted in going_on if count > 1 and not drafted]
+        rows = np.array([row for row in chunks if self._follows[row] and not self._is_broken[row]], dtype=np.int64)
+        if not len(rows):
+            return
+        begins, takes = self._plan(rows, np.minimum(self._batch.num_computed[rows], self._max_positions), at_least=0)
+        active = np.flatnonzero(takes)
+        if len(active):
+            rows, begins, takes = rows[active], begins[active], takes[active]
+            _, _, finite = self._forward(rows, begins, takes, self._known(rows, begins, takes))
+            self._is_broken[rows[~finite]] = True
+
+    @torch.inference_mode()
+    def propose(self, rows: np.ndarray, num_draft: np.ndarray) -> DraftTokens:
+        """Up to ``num_draft`` tokens for each of ``rows`` (int64, distinct), after its last known token.
+
+        A row whose missing positions are more than one pass takes gets none, and is nearer to it at the next call. ``rewind`` must follow.
+        """
+        known = self._batch.num_known[rows]
+        wanted = np.clip(num_draft, 0, np.maximum(self._max_positions + 1 - known, 0))
+        wanted[self._is_broken[rows]] = 0
+        drafted = _Drafted(len(rows), int(wanted.max(initial=0)))
+        begins, takes = self._plan(rows, np.where(wanted > 0, known, 0), at_least=1)
+        wanted[begins + takes < known] = 0  # still catching up
+        active = np.flatnonzero(takes)
+        tokens = self._known(rows[active], begins[active], takes[active])
+        self._end[rows] = 0
+        for nth in range(drafted.most):
+            if not len(active):
+                break
+            self._end[rows[active]] = (begins + takes)[active]
+            hidden, last, finite = self._forward(rows[active], begins[active], takes[active], tokens)
+            self._give_up(rows, wanted, active[~finite], nth)
+            drawing = np.flatnonzero(wanted[active] > nth)
+            if len(drawing):
+                which = active[drawing]
+                finite = self._draw(hidden, last[drawing], rows, which, known[which] + nth, drafted, nth)
+                self._give_up(rows, wanted, which[~finite], nth)
+            active = np.flatnonzero(wanted > nth + 1)
+            begins, takes, tokens = known + nth, np.ones_like(known), drafted.ids[active, nth]
+        for counted_rows, counted_ids in drafted.counted:
+            self._counts.take_back(counted_rows, counted_ids)
+        return drafted.tokens(wanted)
+
+    def rewind(self, rows: np.ndarray, num_computed: np.ndarray) -> None:
+        """The target has verified: of each of ``rows`` the first ``num_computed`` positions hold tokens that stay, whatever was drafted beyond."""
+        size = self._block_size
+        for row, kept, end in zip(rows.tolist(), num_computed.tolist(), self._end[rows].tolist(), strict=True):
+            for index in range(kept // size, -(-end // size)):
+                block_id = self._batch.block_tables[row, index]
+                self._num_valid[block_id] = min(self._num_valid[block_id], max(0, kept - index * size))
+        self._end[rows] = 0
+
+    def _plan(self, rows: np.ndarray, reached: np.ndarray, *, at_least: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where each row begins, and how many positions up to ``reached`` it takes in a pass: those that lack least come first, 0 reached takes none."""
+        valid = np.array([self.num_valid(row, end) for row, end in zip(rows.tolist(), reached.tolist(), strict=True)], dtype=np.int64)
+        begins = np.maximum(np.minimum(valid, reached - at_least), 0)
+        missing = reached - begins
+        order = np.argsort(missing, kind="stable")
+        takes = np.empty_like(missing)
+        takes[order] = np.clip(self._max_tokens - (np.cumsum(missing[order]) - missing[order]), 0, missing[order])
+        return begins, takes
+
+    def _known(self, rows: np.ndarray, begins: np.ndarray, takes: np.ndarray) -> np.ndarray:
+        """The tokens at these positions, row after row."""
+        positions = np.arange(takes.sum()) + np.repeat(begins - (np.cumsum(takes) - takes), takes)
+        tokens: np.ndarray = self._batch.token_ids[np.repeat(rows, takes), positions]
+        return tokens
+
+    def _forward(
+        self, rows: np.ndarray, begins: np.ndarray, takes: np.ndarray, token_ids: np.ndarray
+    ) -> tuple[StepHidden, np.ndarray, np.ndarray]:
+        """Compute ``takes`` positions of each row from ``begins`` on. Returns with the hidden states the flat index of each row's last one, and which rows' are finite."""
+        size = self._block_size
+        order = np.lexsort((begins, takes))
+        starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(takes[order])])
+        token_rows = np.repeat(np.arange(len(rows)), takes[order])
+        within = np.arange(starts[-1]) - starts[:-1][token_rows]
+        positions = within + begins[order][token_rows]
+        given = (np.cumsum(takes) - takes)[order][token_rows] + within
+        reached = begins + takes
+        last_block = (reached - 1) // size
+        tables = self._batch.block_tables[rows[order], : int(last_block.max()) + 1]
+        enters = (begins <= last_block * size) & (reached % size != 0)
+        fresh = self._batch.block_tables[rows[enters], last_block[enters]].astype(np.int64)
+        self._pool.clear_blocks(fresh)
+        step = StepRows(
+            rows=rows[order],
+            attention=AttentionRows(takes[order], begins[order], starts, positions, token_rows, tables),
+            token_ids=token_ids[given].astype(np.int64),
+            samples=np.ones(len(rows), dtype=bool),
+            fresh_blocks=fresh,
+        )
+        hidden = self._model.forward(step)
+        last = np.empty(len(rows), dtype=np.int64)
+        last[order] = starts[1:] - 1
+        is_finite = np.empty(len(rows), dtype=bool)
+        is_finite[order] = np.logical_and.reduceat(hidden.finite(), starts[:-1])
+        blocks = tables[token_rows, positions // size]
+        np.maximum.at(self._num_valid, blocks, positions % size + 1)
+        if not is_finite.all():
+            spoilt = np.unique(blocks[~is_finite[order][token_rows]]).astype(np.int64)
+            self._num_valid[spoilt] = 0
+            self._pool.clear_blocks(spoilt)  # not even behind a mask may there be a NaN
+        return hidden, last, is_finite
+
+    def _draw(
+        self,
+        hidden: StepHidden,
+        tokens: np.ndarray,
+        rows: np.ndarray,
+        which: np.ndarray,
+        positions: np.ndarray,
+        drafted: _Drafted,
+        nth: int,
+    ) -> np.ndarray:
+        """Draw the ``nth`` token of ``rows[which]``, at absolute ``positions``, from the flat ``tokens`` of a pass. Returns whose logits were finite."""
+        drawing = rows[which]
+        if self._sampling.are_plain(drawing, positions):
+            drafted.ids[which, nth], finite = hidden.greedy(tokens)
+            return finite
+        logits = hidden.logits(tokens)
+        finite = finite_rows(logits)
+        if not finite.all():
+            logits[torch.from_numpy(~finite).to(logits.device)] = 0.0
+        draws, _ = self._sampling.draws(drawing, positions)
+        draws = replace(draws, num_logprobs=np.full(len(drawing), -1))
+        drafted.ids[which, nth] = sample(logits, draws, self._counts).token_ids
+        counted = finite & draws.penalised
+        if counted.any():
+            drafted.counted.append((drawing[counted], drafted.ids[which[counted], nth]))
+            self._counts.add(*drafted.counted[-1])
+        return finite
+
+    def _give_up(self, rows: np.ndarray, wanted: np.ndarray, which: np.ndarray, nth: int) -> None:
+        wanted[which] = np.minimum(wanted[which], nth)
+        self._is_broken[rows[which]] = True
+
+
+class _Drafted:
+    """What a call has drawn so far."""
+
+    def __init__(self, num_rows: int, most: int) -> None:
+        self.most = most
+        self.ids = np.zeros((num_rows, most), dtype=np.int64)
+        self.counted: list[tuple[np.ndarray, np.ndarray]] = []
+        """Rows and ids that stand in the penalties' counts until all is drawn."""
+
+    def tokens(self, counts: np.ndarray) -> DraftTokens:
+        """The first ``counts`` of each row."""
+        kept = np.arange(self.most)[None, :] < counts[:, None]
+        return DraftTokens(self.ids[kept], np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)]), None)
