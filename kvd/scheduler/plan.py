@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import accumulate, chain
+
 from kvd.cache.manager import CopyOnWrite, Node
 from kvd.scheduler.request import Sequence
-from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, SharedRuns, StartedRow
+from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, SharedRuns, StartedRow, TokenMasks
 from kvd.types import BlockId
 
 
 class StepPlan:
     """Collects one step's rows and what is left of its token budget."""
 
-    __slots__ = ("block_ids", "block_offsets", "budget", "copies", "fills", "num_tokens", "rows", "started", "step")
+    __slots__ = (
+        "block_ids", "block_offsets", "budget", "copies", "fills", "given", "masks", "num_draft", "num_tokens", "rows", "started", "step",
+    )  # fmt: skip
 
     def __init__(self, step: int, budget_tokens: int) -> None:
         self.step = step
@@ -23,6 +28,11 @@ class StepPlan:
         self.block_ids: list[BlockId] = []
         self.copies: list[BlockCopy] = []
         self.fills: list[Node] = []
+        self.num_draft: dict[int, int] = {}
+        """By place in ``rows``: how many of its positions are drafted."""
+        self.given: dict[int, Collection[int]] = {}
+        """By place in ``rows``: the tokens of its positions."""
+        self.masks: TokenMasks | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -49,10 +59,16 @@ class StepPlan:
         )
         sequence.num_blocks_sent = len(table.block_ids)
 
-    def proceed(self, sequence: Sequence, num_tokens: int) -> None:
-        """A further step of a row, with the blocks appended since the last."""
+    def proceed(self, sequence: Sequence, num_tokens: int, *, num_draft: int = 0, given: Collection[int] = ()) -> None:
+        """A further step of a row, with the blocks appended since the last; the last ``num_draft`` of its positions are drafted, ``given`` are the tokens
+        of all of them if it is not empty.
+        """
         table = sequence.table
         assert table is not None, "a row goes on with blocks"
+        if num_draft:
+            self.num_draft[len(self.rows)] = num_draft
+        if given:
+            self.given[len(self.rows)] = given
         self.rows.append(sequence.row)
         self.num_tokens.append(num_tokens)
         if len(table.block_ids) > sequence.num_blocks_sent:
@@ -64,12 +80,20 @@ class StepPlan:
         self.copies.extend(BlockCopy(copy.source, copy.target, copy.index, sequence.row) for copy in copies)
 
     def output(self, released_rows: list[int], shared_runs: SharedRuns) -> SchedulerOutput:
+        continued = ContinuedRows(self.rows, self.num_tokens, self.block_offsets, self.block_ids)
+        if self.num_draft:
+            continued.num_draft.extend(self.num_draft.get(place, 0) for place in range(len(self.rows)))
+        if self.given:
+            counts = (len(self.given.get(place, ())) for place in range(len(self.rows)))
+            continued.given_offsets.extend(accumulate(counts, initial=0))
+            continued.given_ids.extend(chain.from_iterable(self.given.values()))
         return SchedulerOutput(
             step=self.step,
             started=tuple(self.started),
-            continued=ContinuedRows(self.rows, self.num_tokens, self.block_offsets, self.block_ids),
+            continued=continued,
             released=tuple(released_rows),
             copies=tuple(self.copies),
             fills=tuple(self.fills),
             shared_runs=shared_runs,
+            masks=self.masks,
         )

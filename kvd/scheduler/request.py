@@ -124,6 +124,7 @@ class Sequence:
         "choice",
         "has_asked_disk",
         "is_over",
+        "is_stepwise",
         "last_step",
         "leaving",
         "num_blocks_sent",
@@ -162,6 +163,8 @@ class Sequence:
         self.last_step = 0
         self.leaving: Leaving | None = None
         self.is_over = False
+        self.is_stepwise = False
+        """What it computes next depends on the ids that it sampled: no further step of it is planned before these are known."""
         self.queue_ticket = 0
 
     @property

@@ -1,0 +1,241 @@
+"""What a step runs: decodes first, then chunks of prompts, then newcomers, then background work, within the step's token budget.
+
+A plain sequence that decodes is planned without its last token's id, so that a further step can be in flight; a *stepwise* one waits until it is known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvd.cache.manager import CacheManager, CopyOnWrite
+from kvd.config import SchedulerConfig
+from kvd.scheduler.admission import lack_of_blocks
+from kvd.scheduler.ending import Endings
+from kvd.scheduler.loads import Loads
+from kvd.scheduler.plan import StepPlan
+from kvd.scheduler.ports import Clock
+from kvd.scheduler.preemption import choose_victim
+from kvd.scheduler.request import Request, Sequence
+from kvd.scheduler.roster import Roster
+from kvd.scheduler.shortage import Shortage
+from kvd.types import ErrorCode
+
+_BACKGROUND = 1
+
+
+class Planner:
+    """Makes the scheduler's steps."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheManager,
+        clock: Clock,
+        roster: Roster,
+        loads: Loads,
+        *,
+        endings: Endings,
+        counters: Counter[str],
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._clock = clock
+        self._roster = roster
+        self._loads = loads
+        self._endings = endings
+        self._counters = counters
+        self._shortage = Shortage(cache, roster)
+        self._has_preempted = False
+
+    def plan(self, step: int) -> StepPlan:
+        """Step number ``step``; perhaps an empty one. What is planned counts as computed, its samples as taken."""
+        plan = StepPlan(step, self._config.max_tokens_per_step)
+        self._has_preempted = False
+        forks, stepwise, chunks, background = self._run_decodes(plan)
+        for sequence in forks:
+            self._run_chunk(plan, sequence)
+        for sequence in stepwise:
+            self._run_stepwise(plan, sequence)
+        for sequence in chunks:
+            self._run_chunk(plan, sequence)
+        self._admit(plan, below_priority=_BACKGROUND)
+        for sequence in background:
+            self._run_chunk(plan, sequence)
+        self._admit(plan, below_priority=_BACKGROUND + 1)
+        return plan
+
+    def _run_decodes(self, plan: StepPlan) -> tuple[list[Sequence], list[Sequence], list[Sequence], list[Sequence]]:
+        """Every row that only has its last token to compute; the others by what they are: choices to fork, stepwise rows, prompts, background prompts."""
+        forks: list[Sequence] = []
+        stepwise: list[Sequence] = []
+        chunks: list[Sequence] = []
+        background: list[Sequence] = []
+        rows, num_tokens, offsets, new_blocks = plan.rows, plan.num_tokens, plan.block_offsets, plan.block_ids
+        step, extend, num_before = plan.step, self._cache.extend, len(plan.rows)
+        for sequence in list(self._roster.running):
+            computed = sequence.num_computed
+            request = sequence.request
+            if sequence.row < 0 or computed < sequence.num_planned:
+                (forks if computed >= sequence.num_planned else background if request.priority else chunks).append(sequence)
+                continue
+            if sequence.leaving is not None or sequence.num_total >= request.limit_tokens:
+                continue
+            if sequence.is_stepwise:
+                stepwise.append(sequence)
+                continue
+            if plan.budget <= 0:
+                break
+            if request.credit <= 0 and not request.is_internal:
+                self._stall(request)
+                continue
+            table = sequence.table
+            assert table is not None, "a running sequence has blocks"
+            copies = extend(table, computed + 1)
+            if copies is None:
+                copies = self._extend_by_force(sequence, computed + 1)
+            if copies is None:
+                continue
+            if copies:
+                plan.copy(sequence, copies)
+            rows.append(sequence.row)
+            num_tokens.append(1)
+            if len(table.block_ids) > sequence.num_blocks_sent:
+                new_blocks += table.block_ids[sequence.num_blocks_sent :]
+                sequence.num_blocks_sent = len(table.block_ids)
+            offsets.append(len(new_blocks))
+            sequence.num_computed = computed + 1
+            sequence.num_total += 1
+            sequence.last_step = step
+            request.credit -= 1
+            plan.budget -= 1
+        self._counters["decode_tokens"] += len(rows) - num_before
+        return forks, stepwise, chunks, background
+
+    def _run_stepwise(self, plan: StepPlan, sequence: Sequence) -> None:
+        """The next position of a sequence that decodes, once the id of what it sampled last is known."""
+        if sequence.num_known == sequence.num_total:
+            self._run_chunk(plan, sequence)
+
+    def _run_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
+        """As many of the sequence's tokens as the budget allows, if it can run at all."""
+        table, request = sequence.table, sequence.request
+        if table is None or sequence.leaving is not None or plan.budget <= 0 or request.stalled_s is not None:
+            return
+        if table.waits_for and table.waits_for[-1] not in self._roster.computing:
+            return
+        if sequence.num_total >= request.limit_tokens:
+            return
+        num_tokens = min(sequence.num_total - sequence.num_computed, plan.budget)
+        target = sequence.num_computed + num_tokens
+        samples = target == sequence.num_total
+        if samples and not request.has_credit:
+            self._stall(request)
+            return
+        if target > table.num_tokens:
+            copies = self._extend_by_force(sequence, target)
+            if copies is None:
+                return
+        else:
+            copies = ()
+        if sequence.row < 0:
+            self._roster.take_row(sequence)
+            plan.start(sequence, num_tokens)
+        else:
+            plan.proceed(sequence, num_tokens)
+        plan.copy(sequence, copies)
+        self._note_fills(plan, sequence, target)
+        if request.first_run_s is None:
+            request.note_cached(table)
+            request.first_run_s = self._clock.monotonic()
+        self._counters["prefill_tokens" if sequence.num_computed < request.num_prompt_tokens else "decode_tokens"] += num_tokens
+        sequence.num_computed = target
+        sequence.last_step = plan.step
+        plan.budget -= num_tokens
+        if samples:
+            sequence.num_total += 1
+            request.credit -= sequence.num_samples
+            sequence.num_samples = 1
+
+    def _note_fills(self, plan: StepPlan, sequence: Sequence, target: int) -> None:
+        table, computing = sequence.table, self._roster.computing
+        assert table is not None, "a running sequence has blocks"
+        for node in table.fills:
+            if (node.depth + 1) * self._cache.block_size_tokens > target:
+                break
+            if node not in computing:
+                computing.add(node)
+                plan.fills.append(node)
+
+    def _admit(self, plan: StepPlan, *, below_priority: int) -> None:
+        """Seat those who wait, first come, first served, while there are budget, places and blocks."""
+        roster, cache = self._roster, self._cache
+        while plan.budget > 0 and not self._has_preempted:
+            sequence = roster.queue.first()
+            if sequence is None or sequence.request.priority >= below_priority:
+                return
+            if roster.num_slots + sequence.num_slots > roster.max_running:
+                if self._preempt_stalled():
+                    continue
+                return
+            if self._shortage.lasts(sequence):
+                return
+            request = sequence.request
+            match = cache.match(bytes(sequence.tokens), request.namespace)
+            self._loads.begin(sequence, match)
+            table = cache.allocate(
+                match,  # walked again if a load has put nodes behind it
+                sequence.num_known,
+                origin=request.origin,
+                counts_use=not (request.is_internal or request.has_used_cache),
+                reserve_blocks=len(roster.running),  # one for the next block of each who runs, lest it preempt the newcomer at once
+                is_private=request.is_private,
+            )
+            if table is None:
+                if self._preempt_stalled():
+                    continue
+                if roster.num_seated == 0 and cache.num_transient == 0:
+                    self._fail_for_lack_of_blocks(sequence, sequence.num_known)
+                    continue
+                self._shortage.note(sequence)
+                return
+            request.has_used_cache = True
+            roster.seat(sequence, table)
+            self._run_chunk(plan, sequence)
+
+    def _extend_by_force(self, sequence: Sequence, num_tokens: int) -> tuple[CopyOnWrite, ...] | None:
+        """Blocks for positions up to ``num_tokens``, taken from others if need be. None: not now (or the sequence itself had to go)."""
+        roster, cache = self._roster, self._cache
+        assert sequence.table is not None, "a running sequence has blocks"
+        while True:
+            copies = cache.extend(sequence.table, num_tokens)
+            if copies is not None:
+                return copies
+            if roster.num_leaving:
+                return None  # blocks come back with the steps in flight
+            victim = choose_victim(roster.stalled, roster.running)
+            assert victim is not None, "the sequence itself is running"
+            is_alone = all(each.request is victim for each in roster.seated())
+            if victim is sequence.request and is_alone:
+                if cache.num_transient == 0:
+                    self._fail_for_lack_of_blocks(sequence, num_tokens)
+                    roster.settle()
+                return None
+            self._has_preempted = True
+            roster.preempt(victim)
+            if sequence.table is None or sequence.leaving is not None:
+                return None
+
+    def _preempt_stalled(self) -> bool:
+        """Take the blocks and the place of a stalled request for one that can run; whether they are to be had at once."""
+        victim = choose_victim(self._roster.stalled, ())
+        if victim is None or self._roster.num_leaving:
+            return False
+        self._roster.preempt(victim)
+        return not self._roster.num_leaving
+
+    def _fail_for_lack_of_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+        self._endings.fail(sequence.request, ErrorCode.KV_CAPACITY, lack_of_blocks(num_tokens, self._cache))
+
+    def _stall(self, request: Request) -> None:
+        if request.stalled_s is None:
+            self._roster.stall(request, self._clock.monotonic())
