@@ -156,10 +156,12 @@ class DraftModel:
             drawing = np.flatnonzero(wanted[active] > nth)
             if len(drawing):
                 which = active[drawing]
-                finite = self._draw(hidden, last[drawing], rows, which, known[which] + nth, drafted, nth)
+                drafted.ids[which, nth], finite = self._draw(hidden, last[drawing], rows[which], known[which] + nth, drafted)
                 self._give_up(rows, wanted, which[~finite], nth)
             active = np.flatnonzero(wanted > nth + 1)
             begins, takes, tokens = known + nth, np.ones_like(known), drafted.ids[active, nth]
+            for index in active.tolist():
+                self._claim(int(rows[index]), int(begins[index]), int(begins[index]) + 1)
         for counted_rows, counted_ids in drafted.counted:
             self._counts.take_back(counted_rows, counted_ids)
         return drafted.tokens(wanted)
@@ -174,14 +176,28 @@ class DraftModel:
         self._end[rows] = 0
 
     def _plan(self, rows: np.ndarray, reached: np.ndarray, *, at_least: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where each row begins, and how many positions up to ``reached`` it takes in a pass: those that lack least come first, 0 reached takes none."""
-        valid = np.array([self.num_valid(row, end) for row, end in zip(rows.tolist(), reached.tolist(), strict=True)], dtype=np.int64)
-        begins = np.maximum(np.minimum(valid, reached - at_least), 0)
-        missing = reached - begins
-        order = np.argsort(missing, kind="stable")
-        takes = np.empty_like(missing)
-        takes[order] = np.clip(self._max_tokens - (np.cumsum(missing[order]) - missing[order]), 0, missing[order])
+        """Where each row begins, and how many positions up to ``reached`` (0: none) it takes in one pass, ``at_least`` those.
+
+        Those that lack least come first; what a row computes of shared blocks counts as valid for those after it, in the same pass.
+        """
+        begins, takes = np.zeros_like(reached), np.zeros_like(reached)
+        ends = reached.tolist()
+        lacking = [end - self.num_valid(row, end) for row, end in zip(rows.tolist(), ends, strict=True)]
+        left = self._max_tokens
+        for index in np.argsort(lacking, kind="stable").tolist():
+            row, end = int(rows[index]), ends[index]
+            begin = max(0, min(self.num_valid(row, end), end - at_least))
+            begins[index], takes[index] = begin, min(left, end - begin)
+            left -= int(takes[index])
+            self._claim(row, begin, begin + int(takes[index]))
         return begins, takes
+
+    def _claim(self, row: int, begin: int, end: int) -> None:
+        """These positions are computed, or will be by the next pass."""
+        size = self._block_size
+        for index in range(begin // size, -(-end // size)):
+            block_id = self._batch.block_tables[row, index]
+            self._num_valid[block_id] = max(self._num_valid[block_id], min(size, end - index * size))
 
     def _known(self, rows: np.ndarray, begins: np.ndarray, takes: np.ndarray) -> np.ndarray:
         """The tokens at these positions, row after row."""
@@ -218,41 +234,30 @@ class DraftModel:
         last[order] = starts[1:] - 1
         is_finite = np.empty(len(rows), dtype=bool)
         is_finite[order] = np.logical_and.reduceat(hidden.finite(), starts[:-1])
-        blocks = tables[token_rows, positions // size]
-        np.maximum.at(self._num_valid, blocks, positions % size + 1)
         if not is_finite.all():
+            blocks = tables[token_rows, positions // size]
             spoilt = np.unique(blocks[~is_finite[order][token_rows]]).astype(np.int64)
             self._num_valid[spoilt] = 0
             self._pool.clear_blocks(spoilt)  # not even behind a mask may there be a NaN
         return hidden, last, is_finite
 
     def _draw(
-        self,
-        hidden: StepHidden,
-        tokens: np.ndarray,
-        rows: np.ndarray,
-        which: np.ndarray,
-        positions: np.ndarray,
-        drafted: _Drafted,
-        nth: int,
-    ) -> np.ndarray:
-        """Draw the ``nth`` token of ``rows[which]``, at absolute ``positions``, from the flat ``tokens`` of a pass. Returns whose logits were finite."""
-        drawing = rows[which]
-        if self._sampling.are_plain(drawing, positions):
-            drafted.ids[which, nth], finite = hidden.greedy(tokens)
-            return finite
+        self, hidden: StepHidden, tokens: np.ndarray, rows: np.ndarray, positions: np.ndarray, drafted: _Drafted
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draw a token at each absolute position from the flat ``tokens`` of a pass; second, whose logits were finite."""
+        if self._sampling.are_plain(rows, positions):
+            return hidden.greedy(tokens)
         logits = hidden.logits(tokens)
         finite = finite_rows(logits)
         if not finite.all():
             logits[torch.from_numpy(~finite).to(logits.device)] = 0.0
-        draws, _ = self._sampling.draws(drawing, positions)
-        draws = replace(draws, num_logprobs=np.full(len(drawing), -1))
-        drafted.ids[which, nth] = sample(logits, draws, self._counts).token_ids
+        draws, _ = self._sampling.draws(rows, positions)
+        token_ids = sample(logits, replace(draws, num_logprobs=np.full(len(rows), -1)), self._counts).token_ids
         counted = finite & draws.penalised
         if counted.any():
-            drafted.counted.append((drawing[counted], drafted.ids[which[counted], nth]))
-            self._counts.add(*drafted.counted[-1])
-        return finite
+            self._counts.add(rows[counted], token_ids[counted])
+            drafted.counted.append((rows[counted], token_ids[counted]))
+        return token_ids, finite
 
     def _give_up(self, rows: np.ndarray, wanted: np.ndarray, which: np.ndarray, nth: int) -> None:
         wanted[which] = np.minimum(wanted[which], nth)
