@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT ?= 1000
 # Most tests wait for daemons: two workers, each with whole files, take little more than half of the time.
 PYTEST := $(BIN)/python -m pytest -q --durations=15 -n 2 --dist loadfile
 # Marks of the tests that need more than the pure environment has.
-IMPURE := torch or store or socket or e2e or model or oracle or systemd
+IMPURE := torch or store or socket or e2e or model or oracle or grammar or systemd
 
 .PHONY: demo test setup native model lint test-pure test-full test-sanitizers bench bench-budgets bench-persistence bench-rehydrate bench-trace bench-scaling soak install wheels gpu-wheels clean
 

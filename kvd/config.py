@@ -79,11 +79,44 @@ class SchedulerConfig:
     max_waiting: int = key(1024, "Requests that wait; `overloaded` (retryable) beyond")
     max_tokens_per_step: int = key(512, "Token budget of a step, prompt chunks and decoded tokens together")
     max_choices: int = key(16, "Largest `n` of a request")
+    ageing_s: float = key(
+        60.0,
+        "Time in the queue after which a request counts as one priority class more urgent (and again after each further); within a tenant, one without a deadline is ordered as if it had to be over after so long",
+    )
+    output_token_weight: float = key(2.0, "What an output token counts beside a computed prompt token in the fairness between tenants")
+    max_inter_token_ms: float = key(
+        0.0,
+        "While streams decode, steps have only so many prompt tokens that the streams' next tokens are not more than this apart, as far as measured times tell (at least 16 a step: prompts always get on); 0: prompts fill the step's token budget",
+    )
     max_loading_fraction: float = key(
         0.5, "Fraction of the pool that loads from disk may be filling while requests run; what does not fit is computed"
     )
     stall_timeout_s: float = key(30.0, "A request without stream credit for so long fails with `client_too_slow`")
     max_stalled: int = key(256, "Requests without stream credit at once; the oldest fails with `client_too_slow` beyond")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarConfig:
+    """Structured output."""
+
+    constraints: bool = key(
+        True,
+        "Take requests whose output must match a constraint; the vocabulary is indexed for them at the start (some 20 MiB for 50,000 tokens)",
+    )
+    max_constraint_bytes: int = key(256 << 10, "Bytes of a constraint's source: schema, expression, grammar or alternatives")
+    max_waiting_constraints: int = key(64, "Constraints that wait to be compiled; `overloaded` (retryable) beyond")
+    constraint_timeout_s: float = key(5.0, "A constraint that takes longer to compile is refused")
+    max_constraints_kept: int = key(128, "Compiled constraints (and refusals) remembered; the longest unused is forgotten beyond")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Tokens proposed before the model computes them, and verified in one pass."""
+
+    draft_model: str = key(
+        "",
+        "A smaller model with the same vocabulary that drafts for requests which ask for it: named as `model` is; its keys and values take their share of `kv_memory`; empty: none",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +230,8 @@ class DaemonConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    grammar: GrammarConfig = field(default_factory=GrammarConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)

@@ -15,7 +15,7 @@ settings.register_profile("kvd", deadline=None)  # a busy machine is no failure
 settings.load_profile("kvd")
 
 _TIER = re.compile(r"^pytestmark\s*=.*?(?=^\S)", re.MULTILINE | re.DOTALL)
-_IMPURE = re.compile(r"pytest\.mark\.(torch|store|socket|e2e|model|oracle|systemd|full)\b")
+_IMPURE = re.compile(r"pytest\.mark\.(torch|store|socket|e2e|model|oracle|grammar|systemd|full)\b")
 
 
 def pytest_configure() -> None:
