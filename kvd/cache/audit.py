@@ -33,8 +33,9 @@ def check_cache(
 def _check_holders(blocks: TreeBlocks, fillings: Fillings, tables: Collection[BlockTable], num_loading: int) -> None:
     holders: Counter[int] = Counter()
     for table in tables:
-        assert len(set(table.block_ids)) == len(table.block_ids), "a table holds a block twice"
-        holders.update(table.block_ids)
+        held = table.block_ids if table.partial is None else [*table.block_ids, table.partial.source]
+        assert len(set(held)) == len(held), "a table holds a block twice"
+        holders.update(held)
     loading = [node.block_id for node, owner, _, _ in fillings.items() if owner is None]
     assert len(loading) == num_loading, f"{len(loading)} blocks are loading, {num_loading} counted"
     holders.update(loading)
@@ -71,6 +72,9 @@ def _check_tree(blocks: TreeBlocks, block_size_tokens: int) -> None:
     in_tree = {id(node) for node in nodes}
     by_block = [node for node in blocks.node_of if node is not None]
     assert {id(node) for node in by_block} == in_tree, "the tree's nodes and the blocks' nodes differ"
+    assert blocks.tree.ready_keys() == sorted(node.key for node in nodes if node.is_ready), (
+        "the order holds other nodes than the ready ones"
+    )
     roots = {id(root): root for root in blocks.tree.roots()}
     num_children: Counter[int] = Counter(id(node.parent) for node in nodes)
     for root in roots.values():
@@ -154,6 +158,8 @@ def _check_tables(blocks: TreeBlocks, tables: Collection[BlockTable], block_size
             assert node is None or node.depth == depth, "a table holds a tree block at the wrong place"
             assert node is None or node.namespace == table.namespace, "a table holds a block of another namespace"
             assert node is None or depth == 0 or node.parent is nodes[depth - 1], "a table does not hold the path to its node"
+        if table.partial is not None:
+            assert table.block_ids[table.partial.index] == table.partial.target, "a block that is to be copied into has left the table"
         if not table.is_broken:
             assert all(node is not None for node in nodes[: table.num_in_tree]), "a table has lost a node"
         assert not table.is_broken or not (table.fills or table.waits_for), "a broken table still fills or waits"

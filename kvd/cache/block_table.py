@@ -29,6 +29,7 @@ class BlockTable:
         "num_recomputed_tokens",
         "num_restored_tokens",
         "num_tokens",
+        "partial",
         "waits_for",
         "writable_tokens",
     )
@@ -41,7 +42,7 @@ class BlockTable:
         self.writable_tokens = writable_tokens
         """Positions up to which ``extend`` needs no block and no copy."""
         self.num_cached_tokens = 0
-        """Tokens matched in the tree when the table was allocated."""
+        """Tokens matched in the tree when the table was allocated: whole blocks, and of one more the beginning that ``partial`` brings."""
         self.num_restored_tokens = 0
         """Of these, read from disk and given to a request for the first time; what is still being read counts when it is there."""
         self.num_recomputed_tokens = 0
@@ -56,19 +57,32 @@ class BlockTable:
         """What it computes enters the tree no more: it was forgotten."""
         self.matched: tuple[Node, ...] = ()
         """Matched nodes whose use is told when ``waits_for`` is empty; empty then."""
+        self.partial: CopyOnWrite | None = None
+        """A copy to make before the sequence's first step: its beginning is the matched tokens behind the last whole block. The table holds the source until the cache is told that
+        the step was submitted."""
         self.num_in_tree = 0
         """Blocks, from the first on, that are the tree's nodes; those after them are private."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What the tree holds of a prompt: the matched nodes, root first."""
+    """What the tree holds of a prompt: the matched nodes, root first, and perhaps a ready one below the last that begins with the tokens which follow."""
 
     namespace: Namespace
     token_ids: PackedTokens
     nodes: tuple[Node, ...]
     num_tokens: int
+    """In all, those of ``partial`` included."""
     tree_version: int
+    partial: PartialMatch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PartialMatch:
+    """The first ``num_tokens`` tokens of this node's block are the prompt's next ones."""
+
+    node: Node
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvd.cache.audit import check_cache
-from kvd.cache.block_table import BlockTable, CopyOnWrite, LoadTarget, PrefixInfo, PrefixMatch
+from kvd.cache.block_table import BlockTable, CopyOnWrite, LoadTarget, PartialMatch, PrefixInfo, PrefixMatch
 from kvd.cache.blocks import TreeBlocks
 from kvd.cache.errors import CacheError, PinCapacityError, PinNotReadyError, PinTooShortError
 from kvd.cache.events import BlockOrigin, CacheEvent
@@ -22,6 +22,7 @@ from kvd.cache.hashing import Namespace, block_hash
 from kvd.cache.pins import PinBook
 from kvd.cache.prefix_tree import HashFunction, Node
 from kvd.cache.retention import DEFAULT_RETENTION, Retention
+from kvd.cache.tables import TableBook
 from kvd.cache.tenants import Selection
 from kvd.cache.uses import Uses
 from kvd.types import TOKEN_BYTES, BlockHash, BlockId, PackedTokens
@@ -52,7 +53,8 @@ class CacheManager:
     """Blocks, the prefix tree over them, and who uses what.
 
     ``num_blocks`` and ``block_size_tokens`` shape the pool; ``free_watermark`` and ``max_pinned_fraction`` are fractions of it.
-    ``hash_function`` is the chained block hash, which the tree never trusts for equality.
+    ``hash_function`` is the chained block hash, which the tree never trusts for equality. A match ends inside a block where that saves at least
+    ``min_partial_tokens``; a block's size or more: never.
     """
 
     def __init__(
@@ -64,10 +66,12 @@ class CacheManager:
         max_pinned_fraction: float = 0.5,
         policy: EvictionPolicy = _LRU,
         hash_function: HashFunction = block_hash,
+        min_partial_tokens: int = 1 << 30,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size_tokens = block_size_tokens
         self.watermark_blocks = math.ceil(num_blocks * free_watermark)
+        self._min_partial_tokens = min_partial_tokens
         self.max_pinned_blocks = int(num_blocks * max_pinned_fraction)
         self._blocks = TreeBlocks(num_blocks, block_size_tokens, policy, hash_function)
         self._pool = self._blocks.pool
@@ -75,8 +79,9 @@ class CacheManager:
         self._pins = PinBook(self._blocks, block_size_tokens, self.max_pinned_blocks)
         self._fillings = Fillings()
         self._num_loading = 0
-        self._tables: set[BlockTable] = set()
         self._uses = Uses(self._blocks, self._fillings, block_size_tokens)
+        self._book = TableBook(self._blocks, self._fillings, self._uses, block_size_tokens)
+        self._tables = self._book.tables
         self._counters = self._uses.counters
 
     # ------------------------------------------------------------------------------------------------ numbers
@@ -127,19 +132,37 @@ class CacheManager:
 
     def stats(self) -> dict[str, int]:
         """Counters since the start; ``hit_tokens_*`` by origin of the matched blocks."""
-        names = ["allocations", "forks", "copies", "query_tokens", "hit_tokens", *(f"hit_tokens_{origin.value}" for origin in BlockOrigin)]
+        names = [
+            "allocations",
+            "forks",
+            "copies",
+            "query_tokens",
+            "hit_tokens",
+            "partial_hit_tokens",
+            *(f"hit_tokens_{origin.value}" for origin in BlockOrigin),
+        ]
         return {"evictions": self._blocks.num_evicted, **{name: self._counters[name] for name in names}}
 
     # ------------------------------------------------------------------------------------------------- tables
 
     def match(self, token_ids: PackedTokens, namespace: Namespace) -> PrefixMatch:
-        """The longest prefix in the tree, ready or filling, of at most all tokens but the last (which must be computed for its logits).
+        """The longest prefix in the tree, ready or filling, of at most all tokens but the last (which must be computed for its logits): whole blocks, and the beginning of
+        one more where that is worth a copy.
 
-        A pure read, O(blocks of the prompt).
+        A pure read, O(blocks of the prompt + log n).
         """
-        num_tokens = len(token_ids) // TOKEN_BYTES
-        nodes = self._tree.walk(namespace, token_ids, max(0, num_tokens - 1) // self.block_size_tokens)
-        return PrefixMatch(namespace, token_ids, tuple(nodes), len(nodes) * self.block_size_tokens, self._tree.version)
+        size = self.block_size_tokens
+        most_tokens = max(0, len(token_ids) // TOKEN_BYTES - 1)
+        nodes = self._tree.walk(namespace, token_ids, most_tokens // size)
+        num_tokens = len(nodes) * size
+        partial = None
+        if most_tokens - num_tokens >= self._min_partial_tokens and (not nodes or nodes[-1].is_ready):
+            rest = token_ids[num_tokens * TOKEN_BYTES : min(most_tokens, num_tokens + size) * TOKEN_BYTES]
+            found = self._tree.begins_alike(nodes[-1] if nodes else None, namespace, rest)
+            if found is not None and found[1] >= self._min_partial_tokens:
+                partial = PartialMatch(*found)
+                num_tokens += partial.num_tokens
+        return PrefixMatch(namespace, token_ids, tuple(nodes), num_tokens, self._tree.version, partial)
 
     def allocate(
         self,
@@ -155,38 +178,17 @@ class CacheManager:
 
         The full blocks beyond the match enter the tree at once as filling nodes of this table. ``counts_use`` is False for work that is no
         user's (pins, recomputing) and for a request's resumption: no use is told, and blocks stay fresh. ``reserve_blocks`` must remain
-        available besides. ``is_private``: nothing of it enters the tree.
+        available besides. ``is_private``: nothing of it enters the tree. Where the table has a ``partial``, that copy is to be made before the first step, and
+        ``end_copy`` to be called once it is under way.
 
         Returns:
             None if there are not enough blocks; then nothing has changed.
         """
-        path = match.nodes
         if match.tree_version != self._tree.version:
-            path = self.match(match.token_ids, match.namespace).nodes
-        num_new = self.blocks_for(num_tokens) - len(path)
-        assert num_new > 0, "at least the last token is computed"
-        counts = self._pool.ref_counts
-        num_idle = sum(1 for node in path if counts[node.block_id] == 0 and node.num_pins == 0)
-        if num_new + reserve_blocks > self.num_available - num_idle:
-            return None
-        for node in path:
-            self._blocks.hold(node.block_id)
-        if not self._blocks.make_free(num_new):
-            for node in reversed(path):
-                self._blocks.drop(node.block_id)
-            return None
-        block_ids = [node.block_id for node in path]
-        block_ids.extend(self._pool.take() for _ in range(num_new))
-        self._counters["allocations"] += num_new
-        table = BlockTable(match.namespace, block_ids, num_tokens, len(block_ids) * self.block_size_tokens)
-        self._tables.add(table)
-        table.is_private = is_private
-        if is_private:
-            table.num_in_tree = len(path)
-        else:
-            self._begin_fills(table, match.token_ids, path, origin=origin, uses=int(counts_use))
-        self._uses.use(table, path, counts_use=counts_use)
-        return table
+            match = self.match(match.token_ids, match.namespace)
+        return self._book.allocate(
+            match, num_tokens, origin=origin, counts_use=counts_use, reserve_blocks=reserve_blocks, is_private=is_private
+        )
 
     def extend(self, table: BlockTable, num_tokens: int) -> tuple[CopyOnWrite, ...] | None:
         """Make positions up to ``num_tokens`` writable: further blocks, and private copies of shared ones that will be written.
@@ -198,24 +200,11 @@ class CacheManager:
             if num_tokens > table.num_tokens:  # noqa: PLR1730 -- every decoding row comes by, and max() is a call
                 table.num_tokens = num_tokens
             return ()
-        block_ids, counts, node_of = table.block_ids, self._pool.ref_counts, self._blocks.node_of
-        first_written = table.num_tokens // self.block_size_tokens
-        shared = [i for i in range(first_written, len(block_ids)) if counts[block_ids[i]] > 1 or node_of[block_ids[i]] is not None]
-        num_added = max(0, self.blocks_for(num_tokens) - len(block_ids))
-        if not self._blocks.make_free(num_added + len(shared)):
-            return None
-        copies = []
-        for index in shared:
-            copies.append(CopyOnWrite(block_ids[index], self._pool.take(), index))
-            block_ids[index] = copies[-1].target
-        for copy in copies:
-            self._blocks.drop(copy.source)
-        block_ids.extend(self._pool.take() for _ in range(num_added))
-        table.num_tokens = max(num_tokens, table.num_tokens)
-        table.writable_tokens = len(block_ids) * self.block_size_tokens
-        self._counters["allocations"] += num_added + len(copies)
-        self._counters["copies"] += len(copies)
-        return tuple(copies)
+        return self._book.extend(table, num_tokens)
+
+    def end_copy(self, table: BlockTable) -> None:
+        """The step that copies the table's ``partial`` was submitted: its source may go. Nothing if there is none."""
+        self._book.end_copy(table)
 
     def record(self, table: BlockTable, token_ids: PackedTokens | bytearray, num_computed: int) -> None:
         """The sequence's first ``num_computed`` tokens are computed: its full blocks become ready nodes.
@@ -224,67 +213,21 @@ class CacheManager:
         private, and so does what follows, until a later call. So a table holds the whole path to each of its nodes, and no node is kept from eviction by
         a block below it that belongs to somebody else.
         """
-        num_full = num_computed // self.block_size_tokens
-        index = table.num_in_tree
-        if index >= num_full or table.is_private:
-            return
-        assert not table.fills, "output comes after the prompt"
-        assert not table.is_broken, "a broken table can only be released"
-        size, block_ids, node_of = self._tree.block_bytes, table.block_ids, self._blocks.node_of
-        parent = node_of[block_ids[index - 1]] if index else None
-        while index < num_full:
-            if parent is None:
-                parent = self._tree.root(table.namespace)
-            tokens = bytes(token_ids[index * size : (index + 1) * size])
-            node = self._tree.child(parent, tokens)
-            if node is None:
-                node = self._blocks.insert(parent, tokens, block_ids[index], origin=BlockOrigin.COMPUTED, is_ready=True, uses=1)
-                self._blocks.tell_stored(node)
-            elif node.block_id != block_ids[index] and not self._blocks.replace(node, block_ids[index]):
-                break
-            parent = node
-            index += 1
-        table.num_in_tree = index
+        self._book.record(table, token_ids, num_computed)
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same blocks; whoever first writes to a shared one gets a copy."""
-        assert not table.fills, "only a computed prompt can be forked"
-        assert not table.waits_for, "only a computed prompt can be forked"
-        for block_id in table.block_ids:
-            self._blocks.hold(block_id)
-        forked = BlockTable(table.namespace, list(table.block_ids), table.num_tokens, table.num_tokens)
-        forked.num_in_tree = table.num_in_tree
-        forked.is_private = table.is_private
-        table.writable_tokens = table.num_tokens
-        self._tables.add(forked)
-        self._counters["forks"] += 1
-        return forked
+        return self._book.fork(table)
 
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
         """Give up the positions from ``num_tokens`` on."""
-        assert not table.fills, "a prompt that is being computed is not truncated"
-        assert num_tokens <= table.num_tokens, "truncating does not extend"
-        keep = self.blocks_for(num_tokens)
-        for block_id in reversed(table.block_ids[keep:]):
-            self._blocks.drop(block_id)
-        del table.block_ids[keep:]
-        table.num_tokens = num_tokens
-        table.writable_tokens = num_tokens
-        table.num_in_tree = min(table.num_in_tree, num_tokens // self.block_size_tokens)
+        self._book.truncate(table, num_tokens)
 
     def release(self, table: BlockTable, retention: Retention = DEFAULT_RETENTION) -> None:
         """The sequence is over: its blocks stay cached where the tree has them, and be it used or computed, as long as ``retention`` or a higher
         one of another use says; else they are free.
         """
-        assert not table.fills, "fail_fill comes first, for its followers must be told"
-        self._tables.remove(table)
-        self._fillings.unfollow(table)
-        self._blocks.tick += 1
-        for block_id in reversed(table.block_ids):
-            self._blocks.drop(block_id, ends_use=retention)
-        table.block_ids.clear()
-        table.num_tokens = table.writable_tokens = 0
-        table.matched = ()
+        self._book.release(table, retention)
 
     # -------------------------------------------------------------------------------------------------- fills
 
@@ -301,7 +244,7 @@ class CacheManager:
             assert node.parent is not None, "a node in the tree has a parent"
             assert node.parent.is_ready, "parents are filled before their children"
             owner, followers = self._fillings.complete(node)
-            node.is_ready = True
+            self._tree.set_ready(node)
             self._blocks.tell_stored(node)
             for follower in followers:
                 if owner is None and node.is_fresh and follower.matched:
@@ -456,20 +399,6 @@ class CacheManager:
         )
 
     # ------------------------------------------------------------------------------------------------ helpers
-
-    def _begin_fills(self, table: BlockTable, token_ids: PackedTokens, path: Sequence[Node], *, origin: BlockOrigin, uses: int) -> None:
-        size = self._tree.block_bytes
-        parent = path[-1] if path else None
-        table.num_in_tree = len(path)
-        for index in range(len(path), table.num_tokens // self.block_size_tokens):
-            if parent is None:
-                parent = self._tree.root(table.namespace)
-            tokens = token_ids[index * size : (index + 1) * size]
-            if self._tree.child(parent, tokens) is not None:
-                break  # the prompt's last block: it is not matched, for its last token's sake
-            parent = self._blocks.insert(parent, tokens, table.block_ids[index], origin=origin, is_ready=False, uses=uses)
-            self._fillings.begin(parent, table)
-            table.num_in_tree = index + 1
 
     def _begin_load(
         self,

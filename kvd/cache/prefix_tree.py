@@ -2,7 +2,8 @@
 
 All edges live in one dict, keyed by the parent's serial number followed by the child's token bytes. A look-up compares the tokens
 themselves, never only their hash; a node needs no dict of its own, and references point from child to parent alone, so that nodes
-form no cycles and stay out of the garbage collector's sight: a million cached blocks cost no collection pauses.
+form no cycles and stay out of the garbage collector's sight: a million cached blocks cost no collection pauses. The ready nodes' keys are kept in order besides,
+so that a node's children stand together there, and whoever of them begins like a given block longest stands beside it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 
 from kvd.cache.events import BlockOrigin
 from kvd.cache.hashing import Namespace
+from kvd.cache.key_order import KeyOrder
 from kvd.types import TOKEN_BYTES, BlockHash, BlockId, PackedTokens
 
 _SERIAL_BYTES = 8
@@ -35,6 +37,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
     """0 for the first block of a prompt, -1 for a root."""
     origin: BlockOrigin
     is_ready: bool
+    """Set by the tree."""
     is_fresh: bool
     """Restored or recomputed, and not yet given to a request."""
     uses: int
@@ -60,7 +63,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
 class PrefixTree:
     """Roots by namespace, and below each the blocks by their tokens."""
 
-    __slots__ = ("_hash", "_index", "_roots", "_serial", "block_bytes", "version")
+    __slots__ = ("_hash", "_index", "_ready", "_roots", "_serial", "block_bytes", "version")
 
     def __init__(self, block_size_tokens: int, hash_function: HashFunction) -> None:
         self.block_bytes = block_size_tokens * TOKEN_BYTES
@@ -68,6 +71,7 @@ class PrefixTree:
         """Changes with every insertion and removal."""
         self._hash = hash_function
         self._index: dict[bytes, Node] = {}
+        self._ready = KeyOrder()
         self._roots: dict[Namespace, Node] = {}
         self._serial = 0
 
@@ -95,6 +99,30 @@ class PrefixTree:
             path.append(node)
             prefix = node.child_prefix
         return path
+
+    def begins_alike(self, parent: Node | None, namespace: Namespace, token_ids: PackedTokens) -> tuple[Node, int] | None:
+        """Of the ready children of ``parent`` (None: of the namespace's root) one with the longest common beginning with ``token_ids``, at most a block of them, and that
+        beginning's number of tokens; None if none begins with the same token. O(log n) of all nodes.
+        """
+        above = self._roots.get(namespace) if parent is None else parent
+        if above is None or not above.num_children or not token_ids:
+            return None
+        wanted = int.from_bytes(token_ids, "little")
+        num_most, best = 0, b""
+        for key in self._ready.beside(above.child_prefix + token_ids):
+            if key.startswith(above.child_prefix):
+                differs = wanted ^ int.from_bytes(key[_SERIAL_BYTES : _SERIAL_BYTES + len(token_ids)], "little")
+                num_bits = (differs & -differs).bit_length() - 1 if differs else 8 * len(token_ids)
+                num_tokens = num_bits // (8 * TOKEN_BYTES)
+                if num_tokens > num_most:
+                    num_most, best = num_tokens, key
+        return (self._index[best], num_most) if num_most else None
+
+    def set_ready(self, node: Node) -> None:
+        """A node in the tree is filled."""
+        assert not node.is_ready, "a node is filled once"
+        node.is_ready = True
+        self._ready.add(node.key)
 
     def child(self, parent: Node, token_ids: PackedTokens) -> Node | None:
         return self._index.get(parent.child_prefix + token_ids)
@@ -127,6 +155,8 @@ class PrefixTree:
             uses,
         )
         self._index[key] = node
+        if is_ready:
+            self._ready.add(key)
         parent.num_children += 1
         self.version += 1
         return node
@@ -136,6 +166,8 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None, "roots go by themselves"
         del self._index[node.key]
+        if node.is_ready:
+            self._ready.remove(node.key)
         if not is_unlinked:
             parent.num_children -= 1
         node.in_tree = False
@@ -150,10 +182,16 @@ class PrefixTree:
         """Every node, for audits."""
         return list(self._index.values())
 
+    def ready_keys(self) -> list[bytes]:
+        """The order's keys, for audits."""
+        return self._ready.keys()
+
     def roots(self) -> list[Node]:
         """Every root, for audits."""
         return list(self._roots.values())
 
     def _next_prefix(self) -> bytes:
         self._serial += 1
-        return self._serial.to_bytes(_SERIAL_BYTES, "little")
+        return self._serial.to_bytes(
+            _SERIAL_BYTES, "big"
+        )  # the children of young nodes come last in the order: most insertions are at its end

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvd.cache.block_table import BlockTable, PrefixInfo
+from kvd.cache.block_table import BlockTable, PartialMatch, PrefixInfo
 from kvd.cache.blocks import TreeBlocks
 from kvd.cache.events import BlockOrigin, BlocksUsed
 from kvd.cache.filling import Fillings
@@ -27,10 +27,14 @@ class Uses:
         self._prefix_ends: dict[Node, None] = {}
         self.counters: Counter[str] = Counter()
 
-    def use(self, table: BlockTable, path: Sequence[Node], *, counts_use: bool) -> None:
-        """The table was given the nodes of ``path``, root first."""
+    def use(self, table: BlockTable, path: Sequence[Node], partial: PartialMatch | None, *, counts_use: bool) -> None:
+        """The table was given the nodes of ``path``, root first, and the beginning of ``partial``'s.
+
+        Who is given a block's beginning makes a block of its own, which serves the next as well: it is no use that keeps the first one longer than another.
+        """
         self._blocks.tick += 1
-        table.num_cached_tokens = len(path) * self._block_size_tokens
+        size = self._block_size_tokens
+        table.num_cached_tokens = len(path) * size
         num_fresh: Counter[BlockOrigin] = Counter()
         num_hit: Counter[BlockOrigin] = Counter()
         for node in path:
@@ -39,18 +43,26 @@ class Uses:
                 self._fillings.follow(node, table)
             if counts_use:
                 self._blocks.reuse(node)
-                num_hit[node.origin] += 1
+                num_hit[node.origin] += size
                 if node.is_ready or self._fillings.owner(node) is not None:
-                    num_fresh[node.origin] += node.is_fresh
+                    num_fresh[node.origin] += node.is_fresh * size
                     node.is_fresh = False
+        if partial is not None:
+            table.num_cached_tokens += partial.num_tokens
+            self._blocks.touch(partial.node)
+            if counts_use:
+                num_hit[partial.node.origin] += partial.num_tokens
+                num_fresh[partial.node.origin] += partial.node.is_fresh * partial.num_tokens
+                partial.node.is_fresh = False
+                self.counters["partial_hit_tokens"] += partial.num_tokens
         if not counts_use:
             return
-        table.num_restored_tokens = num_fresh[BlockOrigin.RESTORED] * self._block_size_tokens
-        table.num_recomputed_tokens = num_fresh[BlockOrigin.RECOMPUTED] * self._block_size_tokens
+        table.num_restored_tokens = num_fresh[BlockOrigin.RESTORED]
+        table.num_recomputed_tokens = num_fresh[BlockOrigin.RECOMPUTED]
         self.counters["query_tokens"] += table.num_tokens
         self.counters["hit_tokens"] += table.num_cached_tokens
-        for origin, num_blocks in num_hit.items():
-            self.counters[f"hit_tokens_{origin.value}"] += num_blocks * self._block_size_tokens
+        for origin, num_tokens in num_hit.items():
+            self.counters[f"hit_tokens_{origin.value}"] += num_tokens
         if path:
             table.matched = tuple(path)
             self.remember_prefix(path[-1])
