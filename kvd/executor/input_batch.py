@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvd.executor.attention.backend import AttentionRows
+from kvd.executor.row_adapters import StepAdapters
 from kvd.executor.run_layout import RunArrays, RunLayout
 from kvd.step import ContinuedRows, SchedulerOutput, SharedRuns, StartedRow
 
@@ -33,6 +35,8 @@ class StepRows:
     """bool ``[R]``: the step reaches the row's last known token."""
     fresh_blocks: np.ndarray
     """int64: blocks that a row enters in this step and does not fill."""
+    adapters: StepAdapters[Any] | None = None
+    """The rows' LoRA adapters; None: no row has one."""
 
 
 class InputBatch:

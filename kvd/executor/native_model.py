@@ -102,6 +102,12 @@ def step_arrays(rows: StepRows) -> tuple[np.ndarray, ...]:
     )
 
 
+
+def adapter_arguments(rows: StepRows) -> tuple[Any, ...]:
+    """The last arguments of a step, for the kernels: nothing where no row has an adapter."""
+    return () if rows.adapters is None else (rows.adapters.adapters, rows.adapters.of_rows)
+
+
 class _Room:
     """Memory for logits, grown as needed. Models over one decoder share it: one of them computes at a time."""
 
@@ -144,6 +150,7 @@ class NativeModel:
             self._pool.num_blocks,
             *step_arrays(rows),
             finite,
+            *adapter_arguments(rows),
         )
         return _NativeHidden(self, finite)
 

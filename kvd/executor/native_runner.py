@@ -17,7 +17,7 @@ from kvd.executor.input_batch import StepRows
 from kvd.executor.kernels.cpu import native
 from kvd.executor.kv_pool import PoolRows
 from kvd.executor.native_kv_pool import NativeKvPool
-from kvd.executor.native_model import NativeModel, step_arrays
+from kvd.executor.native_model import NativeModel, adapter_arguments, step_arrays
 from kvd.executor.runner import ModelRunner
 from kvd.executor.sampling.noise import stream_keys
 from kvd.step import ExecutorOutput, SchedulerOutput
@@ -85,6 +85,7 @@ class NativeRunner(ModelRunner):
         rows = batch.apply(step)
         for started in step.started:
             self._start(started)
+        rows = self._with_adapters(step, rows)
         reached = np.flatnonzero(rows.samples)
         sampled_rows = rows.rows[reached]
         positions = batch.num_known[sampled_rows]
@@ -125,6 +126,7 @@ class NativeRunner(ModelRunner):
             sampling,
             temperatures,
             keys,
+            *adapter_arguments(rows),
         )
 
     def _finish_here(self, step: int, rows: StepRows, queued: Any) -> ExecutorOutput:

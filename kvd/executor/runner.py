@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ import torch
 from kvd.executor.attention.reference import AttentionShape, ReferenceAttention
 from kvd.executor.input_batch import InputBatch, StepRows
 from kvd.executor.kv_pool import KvPool, KvShape, PoolRows
+from kvd.executor.row_adapters import RowAdapters
 from kvd.executor.sampling.columns import SamplingColumns
 from kvd.executor.sampling.penalties import TokenCounts
 from kvd.executor.sampling.sampler import sample
@@ -47,6 +48,7 @@ class ModelRunner:
         self._batch = InputBatch(max_rows, max_model_len, pool.block_size_tokens)
         self._sampling = SamplingColumns(max_rows)
         self._counts = TokenCounts(max_rows, vocab_size, pool.device)
+        self.adapters: RowAdapters[Any] = RowAdapters()
 
     def launch(self, step: SchedulerOutput) -> ExecutorOutput | PendingOutput:
         """``execute``, for a caller that can wait later; a device may still work on what is returned."""
@@ -102,7 +104,15 @@ class ModelRunner:
         self._pool.clear_blocks(rows.fresh_blocks)
         for started in step.started:
             self._start(started)
-        return rows
+        return self._with_adapters(step, rows)
+
+    def _with_adapters(self, step: SchedulerOutput, rows: StepRows) -> StepRows:
+        """The step's inputs with the adapters of its rows, those that start in it included."""
+        self.adapters.release(step.released)
+        for started in step.started:
+            self.adapters.start(started.row, started.adapter)
+        adapters = self.adapters.of(rows.rows)
+        return rows if adapters is None else replace(rows, adapters=adapters)
 
     def _start(self, started: StartedRow) -> None:
         self._sampling.start(started)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvd.executor.attention.backend import AttentionBackend, StepAttention
 from kvd.executor.input_batch import StepRows
 from kvd.executor.kv_pool import KvPool
+from kvd.executor.torch_adapters import TokenAdapters
 
 
 class StepHidden(Protocol):
@@ -57,7 +58,7 @@ class StepModel(Protocol):
 class StepDecoder(Protocol):
     """The torch decoder, as ``TorchModel`` drives it."""
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: StepAttention) -> Tensor: ...
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: StepAttention, adapters: TokenAdapters | None = None) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -79,7 +80,11 @@ class TorchModel:
 
     def forward(self, rows: StepRows) -> StepHidden:
         attend = self._attention.plan(rows.attention)
-        hidden = self._decoder.forward(self._to_device(rows.token_ids), self._to_device(rows.attention.positions), attend)
+        inputs = (self._to_device(rows.token_ids), self._to_device(rows.attention.positions), attend)
+        if rows.adapters is None:
+            return _TorchHidden(self._decoder, self._decoder.forward(*inputs))
+        adapters = TokenAdapters(rows.adapters, rows.attention.token_rows, self._device)
+        hidden = self._decoder.forward(*inputs, adapters)
         return _TorchHidden(self._decoder, hidden)
 
     def _to_device(self, values: np.ndarray) -> Tensor:

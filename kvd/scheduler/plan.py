@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import accumulate, chain
 
-from kvd.cache.manager import CopyOnWrite, Node
+from kvd.cache.manager import BlockTable, CopyOnWrite, Node
 from kvd.scheduler.request import Sequence
 from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, SharedRuns, StartedRow, TokenMasks
 from kvd.types import BlockId
@@ -15,7 +15,7 @@ class StepPlan:
     """Collects one step's rows and what is left of its token budget."""
 
     __slots__ = (
-        "block_ids", "block_offsets", "budget", "copies", "fills", "given", "masks", "num_draft", "num_tokens", "rows", "started", "step",
+        "block_ids", "block_offsets", "budget", "copies", "copying", "fills", "given", "masks", "num_draft", "num_tokens", "rows", "started", "step",
     )  # fmt: skip
 
     def __init__(self, step: int, budget_tokens: int) -> None:
@@ -27,6 +27,8 @@ class StepPlan:
         self.block_offsets: list[int] = [0]
         self.block_ids: list[BlockId] = []
         self.copies: list[BlockCopy] = []
+        self.copying: list[BlockTable] = []
+        """Tables that hold the source of a copy until the step is submitted."""
         self.fills: list[Node] = []
         self.num_draft: dict[int, int] = {}
         """By place in ``rows``: how many of its positions are drafted."""
@@ -55,9 +57,13 @@ class StepPlan:
                 num_choices=sequence.num_samples,
                 banned_token_ids=command.stop_token_ids if command.min_tokens else (),
                 min_tokens=command.min_tokens,
+                adapter=command.adapter,
             )
         )
         sequence.num_blocks_sent = len(table.block_ids)
+        if table.partial is not None:
+            self.copy(sequence, (table.partial,))
+            self.copying.append(table)
 
     def proceed(self, sequence: Sequence, num_tokens: int, *, num_draft: int = 0, given: Collection[int] = ()) -> None:
         """A further step of a row, with the blocks appended since the last; the last ``num_draft`` of its positions are drafted, ``given`` are the tokens

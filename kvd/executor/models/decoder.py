@@ -28,6 +28,13 @@ class Attend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, /) -> Tensor: ...
 
 
+class Adapters(Protocol):
+    """What low-rank adapters add to the products of a step's tokens."""
+
+    def add(self, layer: int, part: str, inputs: Tensor, outputs: Tensor, /) -> None:
+        """Add to ``outputs [T, rows]`` of the product ``part`` (a field of ``LayerWeights``) of ``inputs [T, columns]``, in place."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer, fused at load: query, key and value rows in one matrix, gate and up rows in another."""
@@ -95,7 +102,7 @@ class Decoder:
         self._frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(self.device)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, adapters: Adapters | None = None) -> Tensor:
         """Run every layer over a flat run of tokens.
 
         ``token_ids`` and ``positions`` are int64 ``[T]`` on the decoder's device, T at least 1; ids lie below ``spec.vocab_size``. Returns
@@ -105,11 +112,26 @@ class Decoder:
         turn = rotation(self._frequencies, positions, self.spec.rope.attention_factor, self.dtype)
         hidden = functional.embedding(token_ids, self.weights.embedding)
         for index, layer in enumerate(self.weights.layers):
-            q, k, v = self._project(layer, self._norm(hidden, layer.attention_norm), turn)
-            attended = attend(index, q, k, v).reshape(num_tokens, -1)
-            hidden = hidden + functional.linear(attended, layer.output)
-            gate, up = functional.linear(self._norm(hidden, layer.feed_forward_norm), layer.gate_up).chunk(2, dim=-1)
-            hidden = hidden + functional.linear(functional.silu(gate) * up, layer.down)
+            inputs = self._norm(hidden, layer.attention_norm)
+            heads = functional.linear(inputs, layer.qkv, layer.qkv_bias)
+            if adapters is not None:
+                adapters.add(index, "qkv", inputs, heads)
+            q, k, v = self._split(layer, heads, turn)
+            inputs = attend(index, q, k, v).reshape(num_tokens, -1)
+            output = functional.linear(inputs, layer.output)
+            if adapters is not None:
+                adapters.add(index, "output", inputs, output)
+            hidden = hidden + output
+            inputs = self._norm(hidden, layer.feed_forward_norm)
+            gate_up = functional.linear(inputs, layer.gate_up)
+            if adapters is not None:
+                adapters.add(index, "gate_up", inputs, gate_up)
+            gate, up = gate_up.chunk(2, dim=-1)
+            inputs = functional.silu(gate) * up
+            output = functional.linear(inputs, layer.down)
+            if adapters is not None:
+                adapters.add(index, "down", inputs, output)
+            hidden = hidden + output
         return hidden
 
     @torch.inference_mode()
@@ -117,9 +139,9 @@ class Decoder:
         """Logits ``[R, vocab]`` in float32 of the rows ``hidden [R, hidden]`` of what ``forward`` returned."""
         return functional.linear(self._norm(hidden, self.weights.final_norm), self.weights.head).float()
 
-    def _project(self, layer: LayerWeights, inputs: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _split(self, layer: LayerWeights, products: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
-        heads = functional.linear(inputs, layer.qkv, layer.qkv_bias).view(inputs.shape[0], -1, spec.head_dim)
+        heads = products.view(products.shape[0], -1, spec.head_dim)
         rotated, values = heads.split((spec.num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if layer.qk_norm is not None:
             rotated = self._norm(rotated, layer.qk_norm)

@@ -5,6 +5,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -15,6 +16,7 @@
 #include <new>
 #include <optional>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 
 #include "elementwise.h"
@@ -98,9 +100,16 @@ void Decoder::add_layer(DecoderLayer layer) {
     layers_.push_back(std::move(layer));
 }
 
+void Decoder::fill(Adapter& adapter, int64_t layer, Site site, LowRank low_rank) const {
+    const int64_t hidden = shape_.hidden_size, context = shape_.num_heads * shape_.head_dim, inner = shape_.intermediate_size;
+    const std::pair<int64_t, int64_t> outputs_and_inputs[NUM_SITES] = {{shape_.qkv_size(), hidden}, {hidden, context}, {2 * inner, hidden}, {hidden, inner}};
+    const auto& [num_outputs, num_inputs] = outputs_and_inputs[static_cast<int>(site)];
+    adapter.set(layer, site, std::move(low_rank), num_outputs, num_inputs, shape_.compute);
+}
+
 const std::vector<std::string>& Decoder::part_names() {
     static const std::vector<std::string> names = {"embed", "plan",    "norm", "qkv",  "rotate", "write_kv", "attend",
-                                                   "output", "gate_up", "silu", "down", "finite", "head", "sample"};
+                                                   "output", "gate_up", "silu", "down", "adapt", "finite", "head", "sample"};
     return names;
 }
 
@@ -128,6 +137,9 @@ void Decoder::check(const StepInput& input) const {
         for (int64_t b = 0; b < num_blocks; ++b) {
             if (static_cast<uint32_t>(table[b]) >= static_cast<uint64_t>(input.num_blocks)) out_of_range("block id", table[b], input.num_blocks);
         }
+    }
+    for (int64_t r = 0; input.adapters != nullptr && r < shape.num_rows; ++r) {
+        if (input.adapters[r] != nullptr && input.adapters[r]->num_layers() != num_layers()) throw std::out_of_range("an adapter of another model");
     }
     for (int64_t run = 0; run < shape.num_runs; ++run) {
         if (shape.run_start[run] < 0 || shape.run_offsets[run] > shape.run_offsets[run + 1] || shape.run_offsets[run + 1] > shape.run_offsets[shape.num_runs]) {
@@ -185,6 +197,12 @@ void Decoder::multiply_parts(const Parts& parts, const void* x, int64_t ldx, int
     }
 }
 
+void Decoder::adapt(int64_t layer, Site site, const void* x, int64_t ldx, float* out, int64_t ldo) {
+    if (adapter_plan_.empty()) return;
+    Timer timer(*this, ADAPT);
+    adapter_plan_.add(*pool_, layer, site, shape_.compute, x, ldx, out, ldo);
+}
+
 void Decoder::forward(const StepInput& input, bool* finite) {
     check(input);
     const int64_t num_tokens = input.shape.num_tokens, hidden = shape_.hidden_size;
@@ -205,6 +223,8 @@ void Decoder::forward(const StepInput& input, bool* finite) {
         Timer timer(*this, PLAN);
         for (const auto& layer : layers_) plans.try_emplace(layer.window, layout, input.shape, shape_.num_heads, layer.window, pool_->num_threads());
     }
+    adapter_plan_.clear();
+    if (input.adapters != nullptr) adapter_plan_.lay_out(input.adapters, input.shape.starts, input.shape.num_rows, pool_->num_threads());
     for (size_t index = 0; index < layers_.size(); ++index) {
         run_layer(layers_[index], static_cast<int64_t>(index), input, layout, plans.at(layers_[index].window));
     }
@@ -228,6 +248,7 @@ void Decoder::run_layer(const DecoderLayer& layer, int64_t index, const StepInpu
         Timer timer(*this, QKV);
         multiply_parts(layer.qkv, normed_.get(), hidden, num_tokens, heads, qkv, layer.qkv_bias.empty() ? nullptr : layer.qkv_bias.data(), false);
     }
+    adapt(index, Site::qkv, normed_.get(), hidden, heads, qkv);
     {
         Timer timer(*this, ROTATE);
         norm_and_rotate(*pool_, heads, qkv, num_tokens, num_rotated, shape_.head_dim, layer.qk_norm.empty() ? nullptr : layer.qk_norm.data(), shape_.eps,
@@ -245,6 +266,7 @@ void Decoder::run_layer(const DecoderLayer& layer, int64_t index, const StepInpu
         Timer timer(*this, OUTPUT);
         multiply_parts(layer.output, normed_.get(), context, num_tokens, hidden_.get(), hidden, nullptr, true);
     }
+    adapt(index, Site::output, normed_.get(), context, hidden_.get(), hidden);
     {
         Timer timer(*this, NORM);
         rms_norm(*pool_, hidden_.get(), hidden, num_tokens, hidden, layer.feed_forward_norm.data(), shape_.eps, compute, normed_.get(), hidden);
@@ -253,6 +275,7 @@ void Decoder::run_layer(const DecoderLayer& layer, int64_t index, const StepInpu
         Timer timer(*this, GATE_UP);
         multiply_parts(layer.gate_up, normed_.get(), hidden, num_tokens, gate_up_.get(), 2 * inner, nullptr, false);
     }
+    adapt(index, Site::gate_up, normed_.get(), hidden, gate_up_.get(), 2 * inner);
     {
         Timer timer(*this, SILU);
         silu_mul(*pool_, gate_up_.get(), 2 * inner, num_tokens, inner, compute, activated_.get(), inner);
@@ -261,6 +284,7 @@ void Decoder::run_layer(const DecoderLayer& layer, int64_t index, const StepInpu
         Timer timer(*this, DOWN);
         multiply_parts(layer.down, activated_.get(), inner, num_tokens, hidden_.get(), hidden, nullptr, true);
     }
+    adapt(index, Site::down, activated_.get(), inner, hidden_.get(), hidden);
 }
 
 void Decoder::logits(const int64_t* tokens, int64_t num_rows, float* out) {
@@ -291,6 +315,13 @@ using Array = nb::ndarray<const T, nb::ndim<NDIM>, nb::c_contig, nb::device::cpu
 using Ids = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Flags = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
+Site site_of(const std::string& name) {
+    const char* names[NUM_SITES] = {"qkv", "output", "gate_up", "down"};
+    for (int i = 0; i < NUM_SITES; ++i)
+        if (name == names[i]) return static_cast<Site>(i);
+    throw std::invalid_argument("no such product of a layer: " + name);
+}
+
 std::vector<float> values_of(const nb::ndarray<const float, nb::c_contig, nb::device::cpu>& array) { return {array.data(), array.data() + array.size()}; }
 
 std::vector<float> values_of(const std::optional<nb::ndarray<const float, nb::c_contig, nb::device::cpu>>& array) {
@@ -301,6 +332,19 @@ std::vector<float> values_of(const std::optional<nb::ndarray<const float, nb::c_
 
 void register_decoder(nb::module_& m) {
     using Floats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
+    nb::class_<Adapter>(m, "Adapter", "A low-rank adapter of a decoder; kvd/executor/native_adapters.py fills it.")
+        .def("__init__", [](Adapter* self, const Decoder& decoder) { new (self) Adapter(decoder.num_layers()); }, nb::arg("decoder"))
+        .def(
+            "set",
+            [](Adapter& self, const Decoder& decoder, int64_t layer, const std::string& part, std::shared_ptr<Matrix> down,
+               const std::vector<std::tuple<int64_t, int64_t, std::shared_ptr<Matrix>>>& up) {
+                LowRank low_rank{std::move(down), {}};
+                for (const auto& [first_output, first_rank, matrix] : up) low_rank.up.push_back({first_output, first_rank, matrix});
+                decoder.fill(self, layer, site_of(part), std::move(low_rank));
+            },
+            nb::arg("decoder"), nb::arg("layer"), nb::arg("part"), nb::arg("down"), nb::arg("up"),
+            "What is added to a product, `part` qkv, output, gate_up or down: A as a matrix [ranks, inputs] of the compute type, and of each B (first output, "
+            "first of its ranks, matrix f32 [outputs, rank] times the scale). Before the first step that uses it.");
     nb::class_<Decoder>(m, "Decoder", "A decoder over packed weights; kvd/executor/native_model.py drives it. One caller at a time.")
         .def(
             "__init__",
@@ -337,7 +381,8 @@ void register_decoder(nb::module_& m) {
                const Array<int64_t, 1>& positions, const Array<int64_t, 1>& starts, const Array<int64_t, 1>& num_computed,
                const Array<int32_t, 2>& block_tables, const Array<int64_t, 1>& run_start, const Array<int64_t, 1>& run_end,
                const Array<int64_t, 1>& run_offsets, const Array<int64_t, 1>& run_rows,
-               const Flags& finite) {
+               const Flags& finite, const std::vector<std::shared_ptr<Adapter>>& adapters,
+               const std::optional<Array<int64_t, 1>>& adapter_of_row) {
                 const auto num_rows = static_cast<int64_t>(num_computed.shape(0)), num_tokens = static_cast<int64_t>(token_ids.shape(0));
                 const auto num_runs = static_cast<int64_t>(run_start.shape(0));
                 require(static_cast<int64_t>(starts.shape(0)) == num_rows + 1 && static_cast<int64_t>(block_tables.shape(0)) == num_rows, "rows");
@@ -345,6 +390,8 @@ void register_decoder(nb::module_& m) {
                 require(num_rows > 0 && starts.data()[0] == 0 && starts.data()[num_rows] == num_tokens, "starts");
                 require(static_cast<int64_t>(run_end.shape(0)) == num_runs && static_cast<int64_t>(run_offsets.shape(0)) == num_runs + 1, "runs");
                 require(run_offsets.data()[0] == 0 && run_offsets.data()[num_runs] == static_cast<int64_t>(run_rows.shape(0)), "rows of runs");
+                require(adapters.empty() || (adapter_of_row && static_cast<int64_t>(adapter_of_row->shape(0)) == num_rows), "adapter_of_row");
+                const std::vector<const Adapter*> of_rows = adapters.empty() ? std::vector<const Adapter*>() : adapters_of_rows(adapters, adapter_of_row->data(), num_rows);
                 const StepInput input{{num_rows, num_tokens, starts.data(), num_computed.data(), block_tables.data(),
                                        static_cast<int64_t>(block_tables.shape(1)), num_runs, run_start.data(), run_end.data(), run_offsets.data(),
                                        run_rows.data()},
@@ -352,14 +399,17 @@ void register_decoder(nb::module_& m) {
                                       positions.data(),
                                       kv_type_of(kv_type),
                                       reinterpret_cast<uint8_t*>(kv_address),
-                                      num_blocks};
+                                      num_blocks,
+                                      of_rows.empty() ? nullptr : of_rows.data()};
                 nb::gil_scoped_release released;
                 self.forward(input, finite.data());
             },
             nb::arg("kv_address"), nb::arg("kv_type"), nb::arg("num_blocks"), nb::arg("token_ids"), nb::arg("positions"), nb::arg("starts"),
             nb::arg("num_computed"), nb::arg("block_tables"), nb::arg("run_start"), nb::arg("run_end"), nb::arg("run_offsets"), nb::arg("run_rows"),
-            nb::arg("finite").noconvert(),
-            "Run a step; `finite` is filled: whether a token's hidden states are. Raises IndexError for a token, position or block out of range.")
+            nb::arg("finite").noconvert(), nb::arg("adapters") = std::vector<std::shared_ptr<Adapter>>(),
+            nb::arg("adapter_of_row") = nb::none(),
+            "Run a step; `finite` is filled: whether a token's hidden states are. Row r runs with `adapters[adapter_of_row[r]]`, below 0 with none; no adapters: nobody "
+            "looks at `adapter_of_row`. Raises IndexError for a token, position or block out of range.")
         .def(
             "logits",
             [](Decoder& self, const Array<int64_t, 1>& tokens, uintptr_t out_address) {

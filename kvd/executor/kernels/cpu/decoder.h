@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "adapter.h"
 #include "attention.h"
 #include "matrix.h"
 #include "pool.h"
@@ -49,6 +50,7 @@ struct StepInput {
     KvType kv_type;
     uint8_t* kv_rows;
     int64_t num_blocks;
+    const Adapter* const* adapters = nullptr;  // [num_rows], null for a row without one; null: no row has one
 };
 
 class Decoder {
@@ -58,6 +60,10 @@ public:
             std::vector<float> cosines, std::vector<float> sines);
 
     void add_layer(DecoderLayer layer);
+
+    // Throws std::invalid_argument where the matrices do not fit the layer's product.
+    void fill(Adapter& adapter, int64_t layer, Site site, LowRank low_rank) const;
+    int64_t num_layers() const { return static_cast<int64_t>(layers_.size()); }
 
     // Runs every layer; the hidden states stay until the next call. finite[t] says whether all of token t's are finite.
     // Throws std::out_of_range for a token, a position or a block that does not exist; nothing is computed then.
@@ -81,13 +87,14 @@ public:
     void measure(bool on) { measured_ = on; }
 
 private:
-    enum Part { EMBED, PLAN, NORM, QKV, ROTATE, WRITE_KV, ATTEND, OUTPUT, GATE_UP, SILU, DOWN, FINITE, HEAD, SAMPLE, NUM_PARTS };
+    enum Part { EMBED, PLAN, NORM, QKV, ROTATE, WRITE_KV, ATTEND, OUTPUT, GATE_UP, SILU, DOWN, ADAPT, FINITE, HEAD, SAMPLE, NUM_PARTS };
     class Timer;
     struct Buffer;
 
     void check(const StepInput& input) const;
     void run_layer(const DecoderLayer& layer, int64_t index, const StepInput& input, const KvLayout& layout, const AttentionPlan& plan);
     void multiply_parts(const Parts& parts, const void* x, int64_t ldx, int64_t num_rows, float* out, int64_t ldo, const float* bias, bool accumulate);
+    void adapt(int64_t layer, Site site, const void* x, int64_t ldx, float* out, int64_t ldo);
 
     std::shared_ptr<Pool> pool_;
     DecoderShape shape_;
@@ -108,6 +115,7 @@ private:
     int64_t capacity_ = 0, num_tokens_ = 0;
     Array<float> hidden_, heads_, gate_up_;
     Array<uint8_t> normed_, activated_;
+    AdapterPlan adapter_plan_;  // of the running step; empty: no row has an adapter
 
     bool measured_ = false;
     std::array<double, NUM_PARTS> times_{};

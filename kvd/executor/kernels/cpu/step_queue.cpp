@@ -2,9 +2,11 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 #include <pthread.h>
 #include <signal.h>
 
@@ -146,7 +148,8 @@ void StepQueue::run(QueuedStep& step) {
                           step.positions.data(),
                           step.kv_type,
                           step.kv_rows,
-                          step.num_blocks};
+                          step.num_blocks,
+                          step.adapter_of_row.empty() ? nullptr : step.adapter_of_row.data()};
     decoder_->forward(input, finite_.get());
     for (int64_t r = 0; r < num_rows; ++r) {
         uint8_t& failed = failed_[static_cast<size_t>(step.rows[static_cast<size_t>(r)])];
@@ -220,7 +223,8 @@ void register_step_queue(nb::module_& m) {
                const Ints& copy_targets, const Ints& cleared, const Ints& rows, const Array<bool, 1>& begins, const Ints& token_ids, const Ints& positions,
                const Ints& starts, const Ints& num_computed, const Array<int32_t, 2>& block_tables, const Ints& run_start, const Ints& run_end,
                const Ints& run_offsets, const Ints& run_rows, const Ints& sampling,
-               const Array<float, 1>& temperatures, const Array<uint64_t, 1>& keys) {
+               const Array<float, 1>& temperatures, const Array<uint64_t, 1>& keys, std::vector<std::shared_ptr<Adapter>> adapters,
+               const std::optional<Ints>& adapter_of_row) {
                 const size_t num_rows = rows.shape(0), num_tokens = token_ids.shape(0), num_runs = run_start.shape(0);
                 require(copy_sources.shape(0) == copy_targets.shape(0), "copies");
                 require(begins.shape(0) == num_rows && starts.shape(0) == num_rows + 1 && num_computed.shape(0) == num_rows && block_tables.shape(0) == num_rows, "rows");
@@ -230,6 +234,7 @@ void register_step_queue(nb::module_& m) {
                             run_offsets.data()[num_runs] == static_cast<int64_t>(run_rows.shape(0)),
                         "runs");
                 require(temperatures.shape(0) == keys.shape(0) && (keys.shape(0) == 0 || keys.shape(0) == sampling.shape(0)), "draws");
+                require(adapters.empty() || (adapter_of_row && adapter_of_row->shape(0) == num_rows), "adapters");
                 auto step = std::make_shared<QueuedStep>();
                 step->kv_rows = reinterpret_cast<uint8_t*>(kv_address);
                 step->kv_type = kv_type_of(kv_type);
@@ -253,13 +258,15 @@ void register_step_queue(nb::module_& m) {
                 step->sampling = values_of(sampling);
                 step->temperatures = values_of(temperatures);
                 step->keys = values_of(keys);
+                if (!adapters.empty()) step->adapter_of_row = adapters_of_rows(adapters, adapter_of_row->data(), static_cast<int64_t>(num_rows));
+                step->adapters = std::move(adapters);
                 self.launch(step);
                 return step;
             },
             nb::arg("kv_address"), nb::arg("kv_type"), nb::arg("num_blocks"), nb::arg("row_bytes"), nb::arg("copy_sources"), nb::arg("copy_targets"),
             nb::arg("cleared"), nb::arg("rows"), nb::arg("begins"), nb::arg("token_ids"), nb::arg("positions"), nb::arg("starts"), nb::arg("num_computed"),
             nb::arg("block_tables"), nb::arg("run_start"), nb::arg("run_end"), nb::arg("run_offsets"), nb::arg("run_rows"), nb::arg("sampling"),
-            nb::arg("temperatures"), nb::arg("keys"),
+            nb::arg("temperatures"), nb::arg("keys"), nb::arg("adapters") = std::vector<std::shared_ptr<Adapter>>(), nb::arg("adapter_of_row") = nb::none(),
             "Queue a step: copy and clear blocks, run it, and take a token for the rows with indices `sampling`: by the largest logit, or a draw. Returns at once; the arrays are copied.")
         .def("wait", &StepQueue::wait, nb::arg("step"), nb::call_guard<nb::gil_scoped_release>(),
              "Sleep until the step has ended. Raises what went wrong in it or in an earlier one; IndexError for a token, position or block out of range.")

@@ -32,6 +32,8 @@ struct QueuedStep {
     std::vector<int32_t> block_tables;  // [num_rows, table_stride]
     int64_t table_stride;
     std::vector<int64_t> run_start, run_end, run_offsets, run_rows;
+    std::vector<std::shared_ptr<Adapter>> adapters;  // kept alive by the step that uses them
+    std::vector<const Adapter*> adapter_of_row;      // [num_rows], or empty: no row has one
     std::vector<int64_t> sampling;      // indices of the rows that take a token after their last one; empty: the caller samples
     // [sampling], or empty: all take the largest logit. Those of a temperature above 0 draw from all of their distribution by a noise stream.
     std::vector<float> temperatures;
