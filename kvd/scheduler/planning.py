@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvd.cache.manager import CacheManager, CopyOnWrite
+from kvd.cache.manager import BlockTable, CacheManager, CopyOnWrite
 from kvd.config import SchedulerConfig
 from kvd.scheduler.admission import lack_of_blocks
 from kvd.scheduler.ending import Endings
@@ -46,9 +46,13 @@ class Planner:
         self._counters = counters
         self._shortage = Shortage(cache, roster)
         self._has_preempted = False
+        self._copying: list[BlockTable] = []
+        """Tables whose first step was planned last: what their beginning is copied from is held until that step is with the executor, lest a load write to it before."""
 
     def plan(self, step: int) -> StepPlan:
-        """Step number ``step``; perhaps an empty one. What is planned counts as computed, its samples as taken."""
+        """Step number ``step``; perhaps an empty one. What is planned counts as computed, its samples as taken. The step before it has been submitted."""
+        for table in self._copying:
+            self._cache.end_copy(table)
         plan = StepPlan(step, self._config.max_tokens_per_step)
         self._has_preempted = False
         forks, stepwise, chunks, background = self._run_decodes(plan)
@@ -62,6 +66,7 @@ class Planner:
         for sequence in background:
             self._run_chunk(plan, sequence)
         self._admit(plan, below_priority=_BACKGROUND + 1)
+        self._copying = plan.copying
         return plan
 
     def _run_decodes(self, plan: StepPlan) -> tuple[list[Sequence], list[Sequence], list[Sequence], list[Sequence]]:
