@@ -128,8 +128,11 @@ class FakeRunner:
         for started in step.started:
             state = _Row(started)
             self._rows[started.row] = state
-            for block_id in started.block_ids[-(-started.num_computed // self.block_size_tokens) :]:
+            num_full, rest = divmod(started.num_computed, self.block_size_tokens)
+            for block_id in started.block_ids[num_full:]:
                 self._num_written[block_id] = 0
+            if rest:
+                self._num_written[started.block_ids[num_full]] = rest  # of a copied block no more is the row's
             work.append((started.row, state, started.num_tokens))
         continued = step.continued
         for index, (row, num_tokens) in enumerate(zip(continued.rows, continued.num_tokens, strict=True)):
