@@ -258,7 +258,12 @@ class Daemon:
         engine = open_engine(self._config, spec, storage.fingerprint_cache, self._head_start)
         self._facts.fingerprint = engine.fingerprint.hex()
         self._facts.kernels = str(engine.facts["kernels"])
-        self._log.info("kernels", kernels=self._facts.kernels)
+        self._facts.draft = engine.draft
+        self._log.info(
+            "kernels",
+            kernels=self._facts.kernels,
+            **({"draft_model": engine.draft["model"], "draft_kernels": engine.draft["kernels"]} if engine.draft else {}),
+        )
         reason = engine.facts.get("why_torch")
         if reason and engine.facts["device"] == "cpu" and self._config.model.kernels != "torch":
             self._log.warning("torch_computes", reason=reason)

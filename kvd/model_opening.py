@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvd.config import ConfigError, DaemonConfig, ModelConfig
 from kvd.executor.fake import FakeRunner
@@ -15,9 +15,13 @@ from kvd.executor.head_start import HeadStart, begin
 from kvd.executor.host_cores import compute_threads
 from kvd.executor.host_memory import check_pool_fits
 from kvd.executor.models.inspect import inspect_model
-from kvd.executor.models.spec import ModelSpec
+from kvd.executor.models.spec import ModelError, ModelSpec
 from kvd.executor.worker import ExecutorThread, Runner
 from kvd.step import TILE_TOKENS
+from kvd.text.model import TextModel, load_text_model
+
+if TYPE_CHECKING:
+    from kvd.executor.draft_opening import DraftPlan
 
 _FAKE_MODEL_LEN = 8192
 _FAKE_POOL_BYTES = 64 << 20
@@ -41,6 +45,8 @@ class OpenEngine:
     facts: dict[str, Any]
     times: dict[str, float] = field(default_factory=dict)
     """Seconds that parts of opening and ``load`` took, by name, some of them beside each other."""
+    draft: dict[str, Any] = field(default_factory=dict)
+    """What there is to tell of the draft model; empty where there is none."""
 
 
 def describe_model(config: ModelConfig) -> ModelSpec | None:
@@ -52,11 +58,54 @@ def describe_model(config: ModelConfig) -> ModelSpec | None:
     """
     if config.executor == "fake":
         return None
-    path = Path(config.model)
+    return _inspect("model", Path(config.model))
+
+
+def _inspect(name: str, path: Path) -> ModelSpec:
     try:
         return inspect_model(path)
     except OSError as error:
-        raise ConfigError(f"model = {path}: {error.strerror}: {error.filename or path}") from error
+        raise ConfigError(f"{name} = {path}: {error.strerror}: {error.filename or path}") from error
+
+
+def describe_draft(config: DaemonConfig) -> tuple[Path, ModelSpec] | None:
+    """Path of the draft model, and what it is; None where there is none.
+
+    Raises:
+        ConfigError: it can't be read, isn't served, or has another vocabulary than the model.
+    """
+    source, target = config.speculative.draft_model, config.model.model
+    if not source:
+        return None
+    path = Path(source)
+    try:
+        spec = _inspect("draft_model", path)
+    except ModelError as error:
+        raise ConfigError(f"draft_model = {path}: {error}") from error
+    if source != target:
+        check_same_vocabulary(source, load_text_model(source), load_text_model(target))
+    return path, spec
+
+
+def check_same_vocabulary(source: str, draft: TextModel, target: TextModel) -> None:
+    """Whether the draft model's tokens are the target's.
+
+    Raises:
+        ConfigError: they are not; the message names the first that differs.
+    """
+    if draft.vocab_size == target.vocab_size:
+        ids = range(target.vocab_size)
+        pairs = zip(ids, draft.token_bytes(ids), target.token_bytes(ids), strict=True)
+        differing = next(
+            (f"token {token_id} is {ours!r} there and {theirs!r} in the model" for token_id, ours, theirs in pairs if ours != theirs), ""
+        )
+        if not differing:
+            return
+    else:
+        differing = f"it has {draft.vocab_size} tokens and the model {target.vocab_size}"
+    raise ConfigError(
+        f"draft_model = {source}: another vocabulary than the model's ({differing}); a draft model proposes the model's own tokens, so take a smaller one of the same family"
+    )
 
 
 def begin_opening(config: DaemonConfig, spec: ModelSpec | None) -> HeadStart:
@@ -114,6 +163,7 @@ def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path, 
         threads=threads,
         digest_cache=fingerprint_cache,
         head_start=head_start,
+        draft=describe_draft(config),
     )
     opened.times.update(torch_import=opened_s - begun_s, pool_and_fingerprint=time.monotonic() - opened_s)
     runner: Runner = opened.runner
@@ -126,6 +176,7 @@ def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path, 
         executor=ExecutorThread(runner, opened.host_memory),
         load=opened.load,
         times=opened.times,
+        draft={} if opened.draft is None else _draft_facts(opened.draft),
         max_steps_in_flight=opened.max_steps_in_flight,
         shared_tile_tokens=opened.shared_tile_tokens,
         facts={
@@ -138,3 +189,14 @@ def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path, 
             "block_bytes": opened.pool.row_bytes,
         },
     )
+
+
+def _draft_facts(draft: DraftPlan) -> dict[str, Any]:
+    return {
+        "model": draft.path.name,
+        "dtype": str(draft.dtype).removeprefix("torch."),
+        "kernels": draft.kernel_family,
+        "why_torch": "" if draft.on_gpu else draft.why_torch,
+        "block_bytes": draft.block_bytes,
+        "max_positions": draft.max_positions,
+    }

@@ -129,6 +129,8 @@ def conflicts(config: DaemonConfig) -> list[Conflict]:
         found.append(Conflict(("dtype", "device"), "float16 is computed on cuda only; on cpu choose float32 or bfloat16"))
     if config.storage.wal_max_bytes < 2 * config.storage.wal_segment_bytes:
         found.append(Conflict(("wal_max_bytes", "wal_segment_bytes"), "the WAL has at least two segments"))
+    if config.speculative.draft_model and config.model.executor == "fake":
+        found.append(Conflict(("draft_model", "executor"), "the executor `fake` runs no model, and drafts by itself"))
     transport = config.transport
     if bool(transport.curve_key_file) != bool(transport.curve_clients_file):
         missing, given = ("curve_clients_file", "curve_key_file") if transport.curve_key_file else ("curve_key_file", "curve_clients_file")

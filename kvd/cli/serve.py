@@ -20,6 +20,7 @@ _SECTION_TITLES = {
     "model": "Model",
     "cache": "KV cache",
     "scheduler": "Scheduling",
+    "speculative": "Speculation",
     "engine": "Engine",
     "transport": "Endpoints and limits",
     "storage": "Persistence",
@@ -110,4 +111,12 @@ def with_model(loaded: Settings) -> Settings:
 
         path = pull(error.pull_name)
     config = dataclasses.replace(loaded.config, model=dataclasses.replace(model, model=str(path)))
+    if draft := config.speculative.draft_model:
+        try:
+            resolved = str(model_store.resolve_model(draft))
+        except model_store.ModelNotFoundError as error:
+            raise model_store.ModelNotFoundError(
+                str(error).replace("model.model:", "speculative.draft_model:", 1), pull_name=error.pull_name
+            ) from error
+        config = dataclasses.replace(config, speculative=dataclasses.replace(config.speculative, draft_model=resolved))
     return Settings(config, loaded.origins)

@@ -83,6 +83,8 @@ def _status_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name in ("progress", "model", "kernels", "fingerprint", "instance"):
         if report.get(name):
             yield name, str(report[name])
+    if draft := report.get("draft"):
+        yield "draft", f"{draft.get('model')} ({draft.get('kernels')}), {human_size(draft.get('block_bytes', 0))} a block, in memory only"
     if "uptime_s" in report:
         yield "uptime", human_duration(report["uptime_s"])
     if requests := report.get("requests"):

@@ -31,6 +31,8 @@ class StartFacts:
     startup: dict[str, float] = field(default_factory=dict)
     kernels: str = ""
     """What computes: the kernel family of the fingerprint."""
+    draft: dict[str, Any] = field(default_factory=dict)
+    """The draft model and its KV group; empty where there is none."""
 
 
 def starting_report(facts: StartFacts, clock: Clock, state: str, progress: str = "") -> dict[str, Any]:
@@ -84,6 +86,7 @@ class Reports:
             "fingerprint": facts.fingerprint,
             "kernels": facts.kernels,
             "instance": facts.instance,
+            **({"draft": facts.draft} if facts.draft else {}),
             "uptime_s": round(self._clock.monotonic() - facts.started_monotonic_s, 3),
             "requests": {"running": scheduler.num_running, "waiting": scheduler.num_waiting, "stalled": scheduler.num_stalled},
             "blocks": {

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from kvd.config import CacheConfig, ConfigError, ModelConfig, SchedulerConfig
+from kvd.executor.draft_opening import DraftPlan, plan_draft
 from kvd.executor.head_start import HeadStart
 from kvd.executor.host_memory import automatic_pool_bytes, check_pool_fits, map_memory
 from kvd.executor.kernel_choice import GPU_KERNEL_FAMILY, has_gpu_kernels, kernel_family, why_torch
@@ -30,6 +31,7 @@ from kvd.step import TILE_TOKENS, ExecutorOutput, SchedulerOutput
 from kvd.types import BlockId, KvGroup
 
 _GPU_POOL_FRACTION = 0.9
+_PAGE_BYTES = 4096
 
 
 def resolve_device(name: str) -> torch.device:
@@ -113,6 +115,7 @@ class LateRunner:
         assert group == "target"
         if self._runner is not None:
             self._runner.settle()  # a step under way may still write to a block that its row has lost; no lease covers those
+            self._runner.forget_draft(block_ids)
         return self._copies.write_blocks(block_ids, memory)
 
 
@@ -145,6 +148,9 @@ class OpenedModel:
     """Steps that keep the device busy: more than one where launching is not computing."""
     shared_tile_tokens: int
     """Positions of a tile of attention: runs of blocks that rows share are of use in whole ones."""
+    draft: DraftPlan | None = None
+    draft_pool: PoolRows | None = None
+    """As many rows as ``pool`` has, where there is a draft model."""
 
     @property
     def num_blocks(self) -> int:
@@ -157,6 +163,8 @@ class OpenedModel:
         if early is not None and isinstance(self.pool, KvPool):
             early.discard()  # they are the native kernels'
         runner = self._make_runner(progress)
+        if self.draft is not None and self.draft_pool is not None:
+            self._attach_draft(runner, self.draft, self.draft_pool, progress)
         loaded_s = time.monotonic()
         runner.warm_up()
         self.times["warm_up"] = time.monotonic() - loaded_s
@@ -188,6 +196,13 @@ class OpenedModel:
         model = NativeModel(native_decoder, self.pool)
         return NativeRunner(model, self.pool, self.spec.vocab_size, max_rows=self.max_rows, max_model_len=self.max_model_len)
 
+    def _attach_draft(self, runner: ModelRunner, draft: DraftPlan, pool: PoolRows, progress: Callable[[int, int], None]) -> None:
+        begun_s = time.monotonic()
+        model = draft.load(pool, threads=self.threads, max_rows=self.max_rows, max_step_tokens=self.max_step_tokens, progress=progress)
+        runner.attach_draft(model, pool, max_tokens=self.max_step_tokens, max_positions=draft.max_positions)
+        ModelRunner(model, pool, draft.spec.vocab_size, max_rows=self.max_rows, max_model_len=draft.max_positions).warm_up()
+        self.times["draft"] = time.monotonic() - begun_s
+
     def _make_gpu_runner(self, progress: Callable[[int, int], None]) -> ModelRunner:
         from kvd.executor.gpu.decode_graphs import CudaGraphs
         from kvd.executor.gpu.device_runner import DeviceRunner
@@ -210,10 +225,12 @@ def open_model(
     threads: int,
     digest_cache: Path,
     head_start: HeadStart | None = None,
+    draft: tuple[Path, ModelSpec] | None = None,
 ) -> OpenedModel:
     """Decide device, dtype and pool, and allocate the pool (pages touched, so that no first request pays for them).
 
-    ``described`` is what ``inspect_model(path)`` says; ``head_start`` what was begun before torch was there.
+    ``described`` is what ``inspect_model(path)`` says; ``head_start`` what was begun before torch was there; ``draft`` the draft model's path and what it is.
+    Of a block the pool's memory holds what the model keeps and what the draft model keeps.
 
     Raises:
         ConfigError: the pool is too small for one sequence or can't be allocated, or the settings don't fit the machine.
@@ -223,8 +240,12 @@ def open_model(
     device = resolve_device(model.device)
     dtype = resolve_dtype(model.dtype, device, spec.weights_dtype)
     reason = why_torch(model.kernels, spec, device, dtype, cache.block_size_tokens)
+    drafting = None
+    if draft is not None:
+        draft_dtype = resolve_dtype(model.dtype, device, draft[1].weights_dtype)
+        drafting = plan_draft(*draft, spec, model, cache, device=device, dtype=draft_dtype, max_model_len=max_model_len)
     # the native kernels have threads of their own; torch only samples beside them
-    torch.set_num_threads(threads if reason else 1)
+    torch.set_num_threads(threads if reason or (drafting is not None and drafting.why_torch) else 1)
     if device.type == "cpu" and native.status().isa is not None:
         native.pool(threads)  # also where torch computes: the sampler draws with it
     quantised = not reason and keeps_quantised(spec, model.weights)
@@ -235,21 +256,31 @@ def open_model(
     if memory is not None:
         num_bytes = memory.num_bytes
     else:
-        num_bytes = pool_bytes(cache.kv_memory, device, weights_bytes(spec, dtype) if device.type == "cuda" else 0)
-    num_blocks = num_bytes // block_bytes
+        on_device = 0
+        if device.type == "cuda":
+            on_device = weights_bytes(spec, dtype) + (0 if drafting is None else weights_bytes(drafting.spec, drafting.dtype))
+        num_bytes = pool_bytes(cache.kv_memory, device, on_device)
+    both_bytes = block_bytes + (0 if drafting is None else drafting.block_bytes)
+    gap_bytes = 0 if drafting is None else _PAGE_BYTES  # the draft model's part begins with a page
+    num_blocks = (num_bytes - gap_bytes) // both_bytes
     if num_blocks < 2:
         raise ConfigError(
-            f"kv_memory: {cache.kv_memory} bytes hold {num_blocks} blocks of {block_bytes} bytes; give at least {2 * block_bytes}"
+            f"kv_memory: {cache.kv_memory} bytes hold {max(0, num_blocks)} blocks of {both_bytes} bytes; give at least {2 * both_bytes + gap_bytes}"
         )
     try:
         if reason:
             pool: PoolRows = KvPool(spec, num_blocks, cache.block_size_tokens, dtype, device, memory=memory)
         else:
             pool = NativeKvPool(spec, num_blocks, kv_type, memory=memory)
+        draft_pool = None
+        if drafting is not None:
+            after = -(-num_blocks * block_bytes // _PAGE_BYTES) * _PAGE_BYTES
+            part = None if memory is None else memory.part(after, num_blocks * drafting.block_bytes)
+            draft_pool = drafting.make_pool(num_blocks, part)
     except (RuntimeError, MemoryError, OSError) as error:  # torch's own errors are RuntimeErrors
         reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"kv_memory = {cache.kv_memory}: {num_blocks * block_bytes} bytes can't be allocated on {device}: {reason}"
+            f"kv_memory = {cache.kv_memory}: {num_blocks * both_bytes} bytes can't be allocated on {device}: {reason}"
         ) from error
     on_gpu = has_gpu_kernels(model.kernels, device)
     family = GPU_KERNEL_FAMILY if on_gpu else f"torch-{device.type}" if reason else kernel_family(quantised=quantised)
@@ -281,6 +312,8 @@ def open_model(
         host_memory=_pinned_memory() if on_gpu else map_memory,
         max_steps_in_flight=1 if reason and not on_gpu else 2,
         shared_tile_tokens=_gpu_tile_tokens(dtype) if on_gpu else TILE_TOKENS,
+        draft=drafting,
+        draft_pool=draft_pool,
     )
 
 

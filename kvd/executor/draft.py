@@ -134,7 +134,7 @@ class DraftModel:
 
     @torch.inference_mode()
     def propose(self, rows: np.ndarray, num_draft: np.ndarray) -> DraftTokens:
-        """Up to ``num_draft`` tokens for each of ``rows`` (int64, distinct), after its last known token.
+        """Up to ``num_draft`` tokens for each of ``rows`` (int64, distinct), after its last known token; they are put into ``InputBatch.token_ids`` too.
 
         A row whose missing positions are more than one pass takes gets none, and is nearer to it at the next call. ``rewind`` must follow.
         """
@@ -157,6 +157,7 @@ class DraftModel:
             if len(drawing):
                 which = active[drawing]
                 drafted.ids[which, nth], finite = self._draw(hidden, last[drawing], rows[which], known[which] + nth, drafted)
+                self._batch.token_ids[rows[which], known[which] + nth] = drafted.ids[which, nth]
                 self._give_up(rows, wanted, which[~finite], nth)
             active = np.flatnonzero(wanted > nth + 1)
             begins, takes, tokens = known + nth, np.ones_like(known), drafted.ids[active, nth]

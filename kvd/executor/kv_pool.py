@@ -13,7 +13,7 @@ from typing import Protocol, Self
 import numpy as np
 import torch
 
-from kvd.executor.pool_memory import PoolMemory
+from kvd.executor.pool_memory import HostMemory, PoolMemory
 from kvd.types import BlockId
 
 LAYOUT = "block[layer,kv,position,kv_head,head_dim].v1"
@@ -58,7 +58,7 @@ class PoolRows(ABC):
         dtype: torch.dtype,
         device: torch.device | str,
         *,
-        memory: PoolMemory | None = None,
+        memory: HostMemory | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.row_bytes = row_bytes
@@ -167,7 +167,7 @@ class KvPool(PoolRows):
         dtype: torch.dtype,
         device: torch.device | str,
         *,
-        memory: PoolMemory | None = None,
+        memory: HostMemory | None = None,
     ) -> None:
         super().__init__(num_blocks, row_bytes(spec, dtype, block_size_tokens), block_size_tokens, dtype, device, memory=memory)
         self._spec = spec

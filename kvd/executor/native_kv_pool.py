@@ -14,7 +14,7 @@ import torch
 from kvd.config import ConfigError
 from kvd.executor.kernels.cpu.native import BLOCK_SIZE_TOKENS
 from kvd.executor.kv_pool import KvShape, PoolRows
-from kvd.executor.pool_memory import PoolMemory
+from kvd.executor.pool_memory import HostMemory
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _SCALE_BYTES = 4
@@ -52,7 +52,7 @@ class NativeKvPool(PoolRows):
         RuntimeError, OSError: the pool could not be allocated.
     """
 
-    def __init__(self, spec: KvShape, num_blocks: int, kv_type: str, *, memory: PoolMemory | None = None) -> None:
+    def __init__(self, spec: KvShape, num_blocks: int, kv_type: str, *, memory: HostMemory | None = None) -> None:
         super().__init__(num_blocks, native_row_bytes(spec, kv_type), BLOCK_SIZE_TOKENS, _DTYPES[kv_type], "cpu", memory=memory)
         self._spec = spec
         self.kv_type = kv_type

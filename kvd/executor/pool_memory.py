@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import threading
 import time
+from typing import Any, Protocol
 
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14: makes the pages be there without changing what is in them, so that others may write meanwhile."""
@@ -14,6 +15,33 @@ _STRIDE_BYTES = 32 << 20
 """Touched at once: between two strides others may map memory, as every import does."""
 _BESIDE_BYTES = 64 << 20
 """Less is touched before ``__init__`` returns."""
+
+
+class HostMemory(Protocol):
+    """What a pool on the host lies in."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def buffer(self) -> Any:
+        """Writable bytes."""
+
+    @property
+    def touched_s(self) -> float:
+        """How long touching took, once it is over."""
+
+    def wait_touched(self) -> None: ...
+
+
+class MemoryPart:
+    """Some bytes of a ``PoolMemory``, for a pool beside the first."""
+
+    def __init__(self, whole: PoolMemory, start: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.buffer = memoryview(whole.buffer)[start : start + num_bytes]
+        self.touched_s = 0.0
+        self.wait_touched = whole.wait_touched
 
 
 class PoolMemory:
@@ -41,6 +69,10 @@ class PoolMemory:
             self._thread.start()
         else:
             self._touch()
+
+    def part(self, start: int, num_bytes: int) -> MemoryPart:
+        """``num_bytes`` from ``start`` on; there are so many."""
+        return MemoryPart(self, start, num_bytes)
 
     @property
     def is_touching(self) -> bool:

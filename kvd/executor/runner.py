@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from kvd.executor.attention.reference import AttentionShape, ReferenceAttention
+from kvd.executor.draft import DraftModel
 from kvd.executor.input_batch import InputBatch, StepRows
 from kvd.executor.kv_pool import KvPool, KvShape, PoolRows
 from kvd.executor.row_adapters import RowAdapters
@@ -48,7 +50,17 @@ class ModelRunner:
         self._batch = InputBatch(max_rows, max_model_len, pool.block_size_tokens)
         self._sampling = SamplingColumns(max_rows)
         self._counts = TokenCounts(max_rows, vocab_size, pool.device)
+        self._draft: DraftModel | None = None
         self.adapters: RowAdapters[Any] = RowAdapters()
+
+    def attach_draft(self, model: StepModel, pool: PoolRows, *, max_tokens: int, max_positions: int) -> None:
+        """From the next step on ``model`` over ``pool`` drafts for rows that ask for it; ``max_tokens`` and ``max_positions`` as for ``DraftModel``."""
+        self._draft = DraftModel(model, pool, self._batch, self._sampling, self._counts, max_tokens=max_tokens, max_positions=max_positions)
+
+    def forget_draft(self, block_ids: Sequence[BlockId]) -> None:
+        """The blocks get bytes from elsewhere: what a draft model keeps of them belongs to others."""
+        if self._draft is not None:
+            self._draft.forget(block_ids)
 
     def launch(self, step: SchedulerOutput) -> ExecutorOutput | PendingOutput:
         """``execute``, for a caller that can wait later; a device may still work on what is returned."""
