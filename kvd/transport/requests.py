@@ -12,15 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvd_client.protocol.messages import ChoiceEnd, Finished, Generate, Timings, TokenLogprob, Tokens, Usage
+from kvd_client.protocol.messages import ChoiceEnd, Finished, Generate, Timings, Tokens, Usage
 
-from kvd.commands import Abort, ChoiceDone, FinishChoice, Grant, RequestDone, RequestFailed, RequestUsage, TokensOut
+from kvd.commands import Abort, ChoiceDone, FinishChoice, Grant, PromptLogprobsOut, RequestDone, RequestFailed, RequestUsage, TokensOut
 from kvd.transport.bodies import TextJob, TextResult, check_ids
 from kvd.transport.clients import Client
 from kvd.transport.credit import StreamCredit
 from kvd.transport.edge import RETRY_AFTER_S, Edge
 from kvd.transport.errors import RequestError, bad_request
 from kvd.transport.ports import Text
+from kvd.transport.prompt_echo import prompt_messages, wire_logprob
 from kvd.transport.recent import Past, RecentIds
 from kvd.transport.stream import ChoiceStream
 from kvd.transport.submission import submit_command
@@ -172,12 +173,19 @@ class Requests:
                 request_id=event.request_id,
                 choice=event.choice,
                 first_index=delta.first_index,
-                logprobs=tuple(TokenLogprob(token_id=one.token_id, logprob=one.logprob, top=one.top) for one in delta.logprobs),
+                logprobs=tuple(map(wire_logprob, delta.logprobs)),
             )
             self._edge.send(request.client.peer, header, *bodies, request_id=event.request_id, num_tokens=delta.num_tokens)
         else:
             request.credit.delivered(delta.num_tokens)
             self._renew(request)
+
+    def on_prompt_logprobs(self, event: PromptLogprobsOut) -> None:
+        """Log-probabilities of a prompt's next tokens."""
+        request = self._requests.get(event.request_id)
+        if request is not None and not request.is_muted:
+            for header in prompt_messages(event):
+                self._edge.send(request.client.peer, header, request_id=event.request_id)
 
     def on_choice_done(self, event: ChoiceDone) -> None:
         """A choice ended."""

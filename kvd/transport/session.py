@@ -27,7 +27,19 @@ from kvd_client.protocol.messages import (
     Pong,
 )
 
-from kvd.commands import ChoiceDone, Command, Event, OpDone, OpFailed, RequestDone, RequestFailed, Snapshot, Stopped, TokensOut
+from kvd.commands import (
+    ChoiceDone,
+    Command,
+    Event,
+    OpDone,
+    OpFailed,
+    PromptLogprobsOut,
+    RequestDone,
+    RequestFailed,
+    Snapshot,
+    Stopped,
+    TokensOut,
+)
 from kvd.commands import Hello as EngineHello
 from kvd.config import TransportConfig
 from kvd.transport.bodies import TextJob, TextResult
@@ -286,6 +298,8 @@ class Session:
         match event:
             case TokensOut():
                 self._requests.on_tokens(event, now)
+            case PromptLogprobsOut():
+                self._requests.on_prompt_logprobs(event)
             case ChoiceDone():
                 self._requests.on_choice_done(event)
             case RequestDone():

@@ -37,7 +37,8 @@ from kvd_client.protocol.messages import (
 )
 from kvd_client.requests import GenerateOptions, generate_message, prompt_body
 from kvd_client.results import Chunk, Completion, pack_tokens
-from kvd_client.session import HANDSHAKE_RETRY_S, MAX_LOST, MAX_RETRY_S, READY_POLL_S, SETTLE_S, Session, SessionConfig
+from kvd_client.session import HANDSHAKE_RETRY_S, MAX_LOST, MAX_RETRY_S, READY_POLL_S, SETTLE_S, Session
+from kvd_client.session_config import SessionConfig
 
 LIMITS = Limits(max_message_bytes=1000, max_model_len=100, max_choices=4, max_stop_strings=4, default_credit=8)
 ONE, TWO = b"1" * 16, b"2" * 16

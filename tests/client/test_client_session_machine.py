@@ -27,7 +27,8 @@ from kvd_client.protocol.messages import (
     Usage,
 )
 from kvd_client.results import Chunk, Completion, pack_tokens
-from kvd_client.session import SETTLE_S, Session, SessionConfig
+from kvd_client.session import SETTLE_S, Session
+from kvd_client.session_config import SessionConfig
 
 LIMITS = Limits(max_message_bytes=1000, max_model_len=100, max_choices=1, max_stop_strings=1, default_credit=64)
 

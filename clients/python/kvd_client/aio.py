@@ -20,7 +20,8 @@ from kvd_client.io_thread import IoThread, load_curve_keys
 from kvd_client.protocol.messages import HelloReply
 from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, generate_message, prompt_body
 from kvd_client.results import CheckpointResult, Chunk, Completion, ForgetResult, PingResult, PinResult
-from kvd_client.session import Session, SessionConfig
+from kvd_client.session import Session
+from kvd_client.session_config import SessionConfig
 
 
 class AsyncClient:
@@ -217,7 +218,12 @@ class AsyncClient:
     ) -> Completion | AsyncStream:
         message = generate_message(kind, stream=stream, options=options)
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
-        call = Call(message, body, deliver=self._deliver_to(deliveries), answer=Answer(message.n, stream=stream))
+        call = Call(
+            message,
+            body,
+            deliver=self._deliver_to(deliveries),
+            answer=Answer(message.n, stream=stream, prompt_logprobs=message.prompt_logprobs is not None),
+        )
         self._open(call, timeout_s)
         if stream:
             return AsyncStream(self._io, call, deliveries, message.credit)

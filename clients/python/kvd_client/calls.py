@@ -30,6 +30,7 @@ from kvd_client.protocol.messages import (
     Ping,
     Pong,
     Prefixes,
+    Prompt,
     Stats,
     Status,
     Tokenize,
@@ -37,7 +38,7 @@ from kvd_client.protocol.messages import (
     Tokens,
     Unpin,
 )
-from kvd_client.results import Choice, Chunk, Completion, unpack_tokens
+from kvd_client.results import Choice, Chunk, Completion, PromptEcho, unpack_tokens
 
 OperationMessage = Pin | Unpin | Forget | Prefixes | Tokenize | Detokenize | Status | Stats | Checkpoint | Drain | Ping | Hello
 
@@ -152,21 +153,54 @@ class Answer:
 
     Args:
         num_choices: the request's ``n``.
+        prompt_logprobs: whether log-probabilities of the prompt were asked for: all of them must come.
         stream: whether each message of tokens is delivered as it comes; else only the whole completion is, and until then the request can be
             asked anew without anybody noticing.
     """
 
-    def __init__(self, num_choices: int, *, stream: bool) -> None:
+    def __init__(self, num_choices: int, *, stream: bool, prompt_logprobs: bool = False) -> None:
         self.stream = stream
         self.num_delivered = 0
         self._num_choices = num_choices
+        self._wants_prompt_logprobs = prompt_logprobs
         self._choices: defaultdict[int, _ChoiceState] = defaultdict(_ChoiceState)
         """Of those that tokens have come of: before the daemon has refused it, ``n`` may be any number."""
+        self._prompt: tuple[tuple[int, ...], str] | None = None
+        """Its tokens and text as far as these were asked for; None until something of the prompt has come."""
+        self._prompt_logprobs: list[TokenLogprob] = []
+
+    @property
+    def prompt(self) -> PromptEcho | None:
+        """What has come of the prompt: all that was asked for, once there are tokens."""
+        return None if self._prompt is None else PromptEcho(*self._prompt, tuple(self._prompt_logprobs))
 
     def forget(self) -> None:
         """Be as if nothing had come yet."""
         assert not self.num_delivered
         self._choices.clear()
+        self._prompt = None
+        self._prompt_logprobs.clear()
+
+    def take_prompt(self, message: Prompt, bodies: Sequence[bytes]) -> None:
+        """Take what is told of the prompt.
+
+        Raises:
+            TokensLostError: a part before this one is missing.
+            AnswerError: the message contradicts itself.
+        """
+        num_known = len(self._prompt_logprobs) + 1
+        if message.first_position > num_known:
+            raise TokensLostError
+        if message.first_position < num_known:
+            return  # delivered twice
+        try:
+            if bodies:
+                self._prompt = tuple(unpack_tokens(bodies[0])), bodies[1].decode() if len(bodies) > 1 else ""
+        except ValueError as error:
+            raise AnswerError(f"bad body of a prompt message: {error}") from error
+        if self._prompt is None:
+            self._prompt = (), ""
+        self._prompt_logprobs.extend(message.logprobs)
 
     def take_tokens(self, message: Tokens, bodies: Sequence[bytes]) -> Chunk | None:
         """Append tokens; what a stream delivers of them.
@@ -214,6 +248,8 @@ class Answer:
         ends = sorted(message.choices, key=lambda end: end.choice)
         if len(ends) != self._num_choices or any(end.choice != number for number, end in enumerate(ends)):
             raise AnswerError(f"finished with choices {[end.choice for end in ends]} of {self._num_choices}")
+        if self._wants_prompt_logprobs and message.usage.completion_tokens and len(self._prompt_logprobs) < message.usage.prompt_tokens - 1:
+            raise TokensLostError
         choices = []
         for end in ends:
             state = self._choices[end.choice]
@@ -221,7 +257,7 @@ class Answer:
                 raise TokensLostError
             token_ids, logprobs = tuple(state.token_ids[: end.num_tokens]), tuple(state.logprobs[: end.num_tokens])
             choices.append(Choice(end.choice, "".join(state.texts) + end.text_tail, token_ids, end.finish_reason, logprobs))
-        return Completion(message.request_id, tuple(choices), message.usage, message.timings, message.seed)
+        return Completion(message.request_id, tuple(choices), message.usage, message.timings, message.seed, self.prompt)
 
 
 class CreditWindow:

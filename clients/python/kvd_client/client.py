@@ -17,7 +17,8 @@ from kvd_client.io_thread import IoThread, load_curve_keys
 from kvd_client.protocol.messages import HelloReply
 from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, generate_message, prompt_body
 from kvd_client.results import CheckpointResult, Chunk, Completion, ForgetResult, PingResult, PinResult
-from kvd_client.session import Session, SessionConfig
+from kvd_client.session import Session
+from kvd_client.session_config import SessionConfig
 
 
 class Client:
@@ -262,7 +263,12 @@ class Client:
     def _generate(self, kind: str, body: bytes, stream: bool, timeout_s: float | None, options: GenerateOptions) -> Completion | Stream:
         message = generate_message(kind, stream=stream, options=options)
         deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-        call = Call(message, body, deliver=deliveries.put, answer=Answer(message.n, stream=stream))
+        call = Call(
+            message,
+            body,
+            deliver=deliveries.put,
+            answer=Answer(message.n, stream=stream, prompt_logprobs=message.prompt_logprobs is not None),
+        )
         self._open(call, timeout_s)
         if stream:
             return Stream(self._io, call, deliveries, message.credit)

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvd_client.protocol.messages import Timings, TokenLogprob, Usage
 
-__all__ = ["CheckpointResult", "Choice", "Chunk", "Completion", "PinResult", "PingResult", "Timings", "TokenLogprob", "Usage"]
+__all__ = ["CheckpointResult", "Choice", "Chunk", "Completion", "PinResult", "PingResult", "PromptEcho", "Timings", "TokenLogprob", "Usage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,15 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptEcho:
+    """What was asked for of the prompt: with ``echo`` its tokens and text, with ``prompt_logprobs`` an entry for each of its tokens but the first, which nothing precedes."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A whole answer. ``text``, ``token_ids`` and ``finish_reason`` are those of the first choice.
 
@@ -40,6 +49,8 @@ class Completion:
     usage: Usage
     timings: Timings
     seed: int
+    prompt: PromptEcho | None = None
+    """None where neither ``echo`` nor ``prompt_logprobs`` was asked for."""
 
     @property
     def text(self) -> str:

@@ -16,7 +16,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
@@ -50,10 +49,12 @@ from kvd_client.protocol.messages import (
     HelloReply,
     Ping,
     Pong,
+    Prompt,
     Result,
     Tokens,
     Unpin,
 )
+from kvd_client.session_config import SessionConfig
 from kvd_client.timers import Due, Timer, Timers
 
 SETTLE_S = 0.05
@@ -68,20 +69,6 @@ HANDSHAKE_RETRY_S = 1.0
 MAX_OWED_ABORTS = 4096
 
 _log = logging.getLogger("kvd_client")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionConfig:
-    """Times in seconds; ``kvd_client.client.Client`` documents them."""
-
-    connect_timeout_s: float = 10.0
-    reconnect_timeout_s: float = 60.0
-    heartbeat_interval_s: float = 5.0
-    heartbeat_timeout_s: float = 20.0
-    wait_until_ready: bool = True
-    client_name: str = "kvd-client"
-    endpoint: str = ""
-    """For messages."""
 
 
 class _Link(Enum):
@@ -326,9 +313,9 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------------ messages
 
-    def _dispatch(self, message: Tokens | Finished | Failed | Result | Pong, bodies: list[bytes], now: float) -> None:
+    def _dispatch(self, message: Prompt | Tokens | Finished | Failed | Result | Pong, bodies: list[bytes], now: float) -> None:
         match message:
-            case Tokens() | Finished():
+            case Prompt() | Tokens() | Finished():
                 self._answered(message, bodies, now)
             case Result():
                 call = self._calls.get(message.op_id)
@@ -344,12 +331,14 @@ class Session:
             case Pong():
                 self._ponged(message, now)
 
-    def _answered(self, message: Tokens | Finished, bodies: list[bytes], now: float) -> None:
+    def _answered(self, message: Prompt | Tokens | Finished, bodies: list[bytes], now: float) -> None:
         call = self._calls.get(message.request_id)
         if call is None or call.answer is None:
             return  # aborted, or renamed: nobody waits for it
         try:
-            if isinstance(message, Tokens):
+            if isinstance(message, Prompt):
+                call.answer.take_prompt(message, bodies)
+            elif isinstance(message, Tokens):
                 chunk = call.answer.take_tokens(message, bodies)
                 if chunk is not None:
                     call.deliver(chunk)
