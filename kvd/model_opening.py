@@ -18,6 +18,7 @@ from kvd.executor.models.inspect import inspect_model
 from kvd.executor.models.spec import ModelError, ModelSpec
 from kvd.executor.worker import ExecutorThread, Runner
 from kvd.step import TILE_TOKENS
+from kvd.text.errors import TextError
 from kvd.text.model import TextModel, load_text_model
 
 if TYPE_CHECKING:
@@ -83,7 +84,11 @@ def describe_draft(config: DaemonConfig) -> tuple[Path, ModelSpec] | None:
     except ModelError as error:
         raise ConfigError(f"draft_model = {path}: {error}") from error
     if source != target:
-        check_same_vocabulary(source, load_text_model(source), load_text_model(target))
+        try:
+            texts = load_text_model(source)
+        except TextError as error:
+            raise ConfigError(f"draft_model = {path}: {error}") from error
+        check_same_vocabulary(source, texts, load_text_model(target))
     return path, spec
 
 

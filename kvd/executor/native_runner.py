@@ -16,11 +16,12 @@ import torch
 from kvd.executor.input_batch import StepRows
 from kvd.executor.kernels.cpu import native
 from kvd.executor.kv_pool import PoolRows
+from kvd.executor.late_tokens import LateTokens
 from kvd.executor.native_kv_pool import NativeKvPool
 from kvd.executor.native_model import NativeModel, adapter_arguments, step_arrays
 from kvd.executor.runner import ModelRunner
 from kvd.executor.sampling.noise import stream_keys
-from kvd.step import ExecutorOutput, SchedulerOutput
+from kvd.step import ExecutorOutput, SchedulerOutput, StartedRow
 
 _IN_QUEUE = -1
 """In the place of a token id that only the queue knows yet."""
@@ -72,6 +73,7 @@ class NativeRunner(ModelRunner):
         self._native = model
         self._native_pool = pool
         self._queue = queue or native.module().StepQueue(model.decoder, max_rows)
+        self._late = LateTokens(self._batch)
 
     def execute(self, step: SchedulerOutput) -> ExecutorOutput:
         """Launch the step and wait for it."""
@@ -93,12 +95,22 @@ class NativeRunner(ModelRunner):
         queued = self._put(step, rows, reached if is_untruncated else _NOTHING, positions)
         if is_untruncated:
             batch.append(sampled_rows, np.full(len(sampled_rows), _IN_QUEUE))
+            if self._draft is not None:
+                self._late.expect(sampled_rows, positions, done=queued.done, read=lambda: np.array(queued.sampled))
             return PendingStep(step.step, rows.rows, sampled_rows.tolist(), self._sampling.choices(sampled_rows), self._queue, queued)
         self._queue.wait(queued)
         return self._finish_here(step.step, rows, queued)
 
     def settle(self) -> None:
         self._queue.wait_idle()
+
+    def _know_tokens(self) -> None:
+        self._queue.wait_idle()
+        self._late.take(wait=True)
+
+    def _start(self, started: StartedRow) -> None:
+        super()._start(started)
+        self._late.start(started.row)
 
     def _scratch(self, pool: PoolRows) -> NativeRunner:
         assert isinstance(pool, NativeKvPool)

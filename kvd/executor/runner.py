@@ -62,6 +62,9 @@ class ModelRunner:
         if self._draft is not None:
             self._draft.forget(block_ids)
 
+    def _know_tokens(self) -> None:
+        """Have every sampled token in the rows' state, and the threads free that the draft model computes with."""
+
     def launch(self, step: SchedulerOutput) -> ExecutorOutput | PendingOutput:
         """``execute``, for a caller that can wait later; a device may still work on what is returned."""
         return self.execute(step)
