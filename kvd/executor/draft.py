@@ -112,17 +112,17 @@ class DraftModel:
 
     # ------------------------------------------------------------------------------------------ drafting
 
+    def is_asked(self, step: SchedulerOutput) -> bool:
+        """Whether the step makes the model compute: tokens are to be proposed, or a prompt of a row that will draft is computed."""
+        return any(step.continued.num_draft) or any(started.drafts for started in step.started) or len(self._chunks(step)) > 0
+
     @torch.inference_mode()
     def follow(self, step: SchedulerOutput) -> None:
         """For rows that will draft, compute what the step's chunks of prompts compute, and what is missing before: as much as one pass takes.
 
         To be called when ``InputBatch`` has applied the step.
         """
-        continued = step.continued
-        num_draft = continued.num_draft or [0] * len(continued.rows)
-        going_on = zip(continued.rows, continued.num_tokens, num_draft, strict=True)
-        chunks = [started.row for started in step.started] + [row for row, count, drafted in going_on if count > 1 and not drafted]
-        rows = np.array([row for row in chunks if self._follows[row] and not self._is_broken[row]], dtype=np.int64)
+        rows = self._chunks(step)
         if not len(rows):
             return
         begins, takes = self._plan(rows, np.minimum(self._batch.num_computed[rows], self._max_positions), at_least=0)
@@ -131,6 +131,16 @@ class DraftModel:
             rows, begins, takes = rows[active], begins[active], takes[active]
             _, _, finite = self._forward(rows, begins, takes, self._known(rows, begins, takes))
             self._is_broken[rows[~finite]] = True
+
+    def _chunks(self, step: SchedulerOutput) -> np.ndarray:
+        """Rows that will draft and compute a part of their prompt in this step."""
+        continued = step.continued
+        if step.started or sum(continued.num_tokens) > len(continued.rows):
+            num_draft = continued.num_draft or [0] * len(continued.rows)
+            going_on = zip(continued.rows, continued.num_tokens, num_draft, strict=True)
+            chunks = [started.row for started in step.started] + [row for row, count, drafted in going_on if count > 1 and not drafted]
+            return np.array([row for row in chunks if self._follows[row] and not self._is_broken[row]], dtype=np.int64)
+        return np.zeros(0, dtype=np.int64)
 
     @torch.inference_mode()
     def propose(self, rows: np.ndarray, num_draft: np.ndarray) -> DraftTokens:

@@ -84,7 +84,7 @@ class NativeRunner(ModelRunner):
     def launch(self, step: SchedulerOutput) -> ExecutorOutput | PendingStep:
         """As ``ModelRunner.execute``, but perhaps still under way. The steps' results may be taken in any order."""
         batch = self._batch
-        rows = batch.apply(step)
+        rows = self._apply(step)
         for started in step.started:
             self._start(started)
         rows = self._with_adapters(step, rows)

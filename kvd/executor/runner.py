@@ -114,7 +114,7 @@ class ModelRunner:
 
     def _begin(self, step: SchedulerOutput) -> StepRows:
         """All that comes before the forward pass."""
-        rows = self._batch.apply(step)
+        rows = self._apply(step)
         self._pool.copy_blocks([copy.source for copy in step.copies], [copy.target for copy in step.copies])
         self._pool.clear_blocks(rows.fresh_blocks)
         for started in step.started:
@@ -128,6 +128,18 @@ class ModelRunner:
             self.adapters.start(started.row, started.adapter)
         adapters = self.adapters.of(rows.rows)
         return rows if adapters is None else replace(rows, adapters=adapters)
+
+    def _apply(self, step: SchedulerOutput) -> StepRows:
+        """The step's inputs, what the draft model proposes among them."""
+        draft = self._draft
+        if draft is None:
+            return self._batch.apply(step)
+        if draft.is_asked(step):
+            self._know_tokens()  # before a row that starts may take the place of another
+        draft.apply(step)
+        rows = self._batch.apply(step)
+        draft.follow(step)
+        return rows
 
     def _start(self, started: StartedRow) -> None:
         self._sampling.start(started)
