@@ -15,6 +15,8 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
+from kvd.executor.adapter_files import AdapterFiles
+from kvd.executor.adapter_store import PackedAdapter
 from kvd.executor.fake_sampling import EOS_TOKEN_ID, VOCAB_SIZE, distribution, greedy, noise
 from kvd.step import ExecutorOutput, SchedulerOutput, SharedRuns, StartedRow
 from kvd.types import BlockId, KvGroup, SamplingParams, TokenLogprobs, unpack_tokens
@@ -33,6 +35,7 @@ class _Row:
     """What the executor knows of a sequence."""
 
     __slots__ = (
+        "adapter",
         "banned",
         "block_ids",
         "choice",
@@ -56,6 +59,7 @@ class _Row:
         self.banned = frozenset(started.banned_token_ids)
         self.unban_at = started.num_prompt_tokens + started.min_tokens
         self.failed = False
+        self.adapter = started.adapter
 
 
 class FakeRunner:
@@ -85,6 +89,7 @@ class FakeRunner:
         self._rows: list[_Row | None] = [None] * max_rows
         self._step_s = step_ms / 1000
         self._poison_token_id = poison_token_id
+        self._adapters: set[bytes] = set()
 
     # ------------------------------------------------------------------------------------------ blocks
 
@@ -111,6 +116,21 @@ class FakeRunner:
             raise IndexError(f"block {block_id} of a pool of {self.num_blocks}")
         return self._pool[block_id * self._row_bytes : (block_id + 1) * self._row_bytes]
 
+    # ------------------------------------------------------------------------------------------ adapters
+
+    max_adapter_bytes = 1 << 30
+
+    def pack_adapter(self, files: AdapterFiles) -> PackedAdapter:
+        """Any adapter will do: its digest is what changes the answers."""
+        rank = files.config.get("r")
+        return PackedAdapter(rank if isinstance(rank, int) else 0, None)
+
+    def install_adapter(self, digest: bytes, _adapter: None) -> None:
+        self._adapters.add(digest)
+
+    def remove_adapter(self, digest: bytes) -> None:
+        self._adapters.discard(digest)
+
     # ------------------------------------------------------------------------------------------ a step
 
     def execute(self, step: SchedulerOutput) -> ExecutorOutput:
@@ -126,6 +146,8 @@ class FakeRunner:
         self._copy(step)
         work: list[tuple[int, _Row, int]] = []
         for started in step.started:
+            if started.adapter and started.adapter not in self._adapters:
+                raise KeyError(f"row {started.row} begins with an adapter that is not loaded")
             state = _Row(started)
             self._rows[started.row] = state
             num_full, rest = divmod(started.num_computed, self.block_size_tokens)
@@ -141,6 +163,9 @@ class FakeRunner:
             state.block_ids.extend(appended)
             for block_id in appended:
                 self._num_written[block_id] = 0
+            if continued.given_ids:
+                given = continued.given_ids[continued.given_offsets[index] : continued.given_offsets[index + 1]]
+                state.token_ids[state.num_computed : state.num_computed + len(given)] = array(state.token_ids.typecode, given)
             work.append((row, state, num_tokens))
         self._check_runs(step.shared_runs)
         # A row may follow positions that another row computes in this very step. These lie before its own, so that going by position
@@ -194,7 +219,8 @@ class FakeRunner:
             token_id = state.token_ids[position]
             if token_id == self._poison_token_id:
                 state.failed = True
-            before = hashlib.blake2b(b"%d:%d:" % (token_id, position) + before, digest_size=_POSITION_BYTES, key=self.fingerprint).digest()
+            content = b"%d:%d:" % (token_id, position) + before + state.adapter
+            before = hashlib.blake2b(content, digest_size=_POSITION_BYTES, key=self.fingerprint).digest()
             offset = state.block_ids[position // size] * self._row_bytes + position % size * _POSITION_BYTES
             self._pool[offset : offset + _POSITION_BYTES] = before
             self._num_written[state.block_ids[position // size]] = position % size + 1

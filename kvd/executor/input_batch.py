@@ -70,6 +70,8 @@ class InputBatch:
         continued = step.continued
         if continued.block_ids:
             self._append_blocks(continued)
+        if continued.given_ids:
+            self._put_given(continued)
         rows = np.array([started.row for started in step.started] + continued.rows, dtype=np.int64)
         num_tokens = np.array([started.num_tokens for started in step.started] + continued.num_tokens, dtype=np.int64)
         return self._lay_out(rows, num_tokens, step.shared_runs)
@@ -103,6 +105,14 @@ class InputBatch:
         columns = np.arange(offsets[-1]) + np.repeat(self.num_blocks[rows] - offsets[:-1], counts)
         self.block_tables[np.repeat(rows, counts), columns] = continued.block_ids
         self.num_blocks[rows] += counts
+
+    def _put_given(self, continued: ContinuedRows) -> None:
+        """Tokens that take the places from a row's first uncomputed position on, whatever it sampled."""
+        offsets = np.array(continued.given_offsets, dtype=np.int64)
+        counts = np.diff(offsets)
+        rows = np.array(continued.rows, dtype=np.int64)
+        columns = np.arange(offsets[-1]) + np.repeat(self.num_computed[rows] - offsets[:-1], counts)
+        self.token_ids[np.repeat(rows, counts), columns] = continued.given_ids
 
     def _lay_out(self, rows: np.ndarray, num_tokens: np.ndarray, shared_runs: SharedRuns) -> StepRows:
         order = np.lexsort((self.num_computed[rows], num_tokens))
