@@ -83,7 +83,11 @@ class ErrorCode(StrEnum):
     OVERLOADED = "overloaded"
     PROMPT_TOO_LONG = "prompt_too_long"
     KV_CAPACITY = "kv_capacity"
+    QUEUE_TIMEOUT = "queue_timeout"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
     PIN_CAPACITY = "pin_capacity"
+    ADAPTER_CAPACITY = "adapter_capacity"
+    ADAPTER_UNUSABLE = "adapter_unusable"
     PIN_TOO_SHORT = "pin_too_short"
     NOT_FOUND = "not_found"
     CLIENT_TOO_SLOW = "client_too_slow"
@@ -93,7 +97,17 @@ class ErrorCode(StrEnum):
     INTERNAL = "internal"
 
 
-RETRYABLE_CODES = frozenset({ErrorCode.STARTING, ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.ENGINE_ERROR, ErrorCode.STORAGE_ERROR})
+RETRYABLE_CODES = frozenset(
+    {
+        ErrorCode.STARTING,
+        ErrorCode.DRAINING,
+        ErrorCode.OVERLOADED,
+        ErrorCode.QUEUE_TIMEOUT,
+        ErrorCode.ADAPTER_CAPACITY,
+        ErrorCode.ENGINE_ERROR,
+        ErrorCode.STORAGE_ERROR,
+    }
+)
 """Codes for which the same request may succeed later, here or on the restarted daemon."""
 
 

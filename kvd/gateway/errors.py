@@ -21,6 +21,8 @@ _OF_CODE: Mapping[str, tuple[int, str, str]] = MappingProxyType(
         "kv_capacity": (400, INVALID, "context_length_exceeded"),
         "too_large": (413, INVALID, "too_large"),
         "overloaded": (429, "rate_limit_error", "overloaded"),
+        "queue_timeout": (503, _SERVER, "queue_timeout"),
+        "deadline_exceeded": (504, _SERVER, "deadline_exceeded"),
         "starting": (503, _SERVER, "starting"),
         "draining": (503, _SERVER, "draining"),
         "engine_error": (503, _SERVER, "engine_error"),

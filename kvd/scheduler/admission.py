@@ -6,6 +6,7 @@ from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager
 from kvd.commands import RequestFailed, Submit
 from kvd.config import SchedulerConfig
+from kvd.scheduler.order import MAX_PRIORITY, MIN_PRIORITY
 from kvd.types import TOKEN_BYTES, ErrorCode
 
 
@@ -20,6 +21,10 @@ def refuse(command: Submit, namespace: Namespace, config: SchedulerConfig, cache
         problem = f"max_tokens is {command.max_tokens}, it must be at least 1"
     elif not 1 <= command.num_choices <= most_choices:
         problem = f"{command.num_choices} choices are asked for, 1 to {most_choices} are possible"
+    elif not MIN_PRIORITY <= command.priority <= MAX_PRIORITY:
+        problem = f"priority is {command.priority}, it must be from {MIN_PRIORITY} to {MAX_PRIORITY}"
+    elif command.deadline_s < 0 or command.queue_timeout_s < 0:
+        problem = f"deadline_s is {command.deadline_s} and queue_timeout_s {command.queue_timeout_s}: neither may be negative"
     if problem:
         return RequestFailed(command.request_id, ErrorCode.BAD_REQUEST, problem)
     if num_prompt >= max_model_len:

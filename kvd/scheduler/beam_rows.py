@@ -57,6 +57,13 @@ def begin_search(request: Request) -> None:
     request.sampling = SamplingParams(temperature=0.0, num_logprobs=rule.num_candidates)
 
 
+def waiting_beams(request: Request) -> list[Sequence]:
+    """The beams that wait for seats, which they take together or not at all; none while others of them have still to give theirs up."""
+    if any(each.leaving is not None and each.leaving is not Leaving.OVER for each in request.sequences):
+        return []
+    return [each for each in request.sequences if each.table is None and not each.is_over]
+
+
 class BeamSteps:
     """Carries out what the rules say."""
 

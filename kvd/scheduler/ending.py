@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvd.commands import ChoiceDone, Event, RequestDone, RequestFailed, RequestUsage, TokensOut
+from kvd.scheduler.held import HeldChoice
 from kvd.scheduler.ports import Clock
 from kvd.scheduler.request import Leaving, Request, Sequence
 from kvd.scheduler.retry import RetryEstimate
@@ -31,45 +32,73 @@ class Endings:
         events, self._events = self._events, []
         return events
 
-    def retry_after_s(self, num_waiting: int) -> float:
-        return self._retry.seconds(num_waiting)
+    def retry_after_s(self, priority: int) -> float:
+        """When a request of this class that was refused or timed out should come again."""
+        return self._retry.seconds(self._roster.queue.num_until(priority))
+
+    def add(self, request: Request) -> None:
+        """The request is accepted."""
+        if not self.requests:
+            self._retry.note_busy(self._clock.monotonic())
+        self.requests[request.request_id] = request
 
     def tell_token(self, sequence: Sequence, first_index: int, packed: bytes, logprob: TokenLogprobs | None) -> None:
         request = sequence.request
-        if not request.is_internal:
+        if request.held is not None:
+            assert logprob is not None, "a row whose choice is held asks for log-probabilities"
+            request.held.add_token(sequence.choice, packed, logprob)
+        elif not request.is_internal:
             logprobs = None if logprob is None else (logprob,)
             self._events.append(TokensOut(request.command.request_id, sequence.choice, first_index, packed, logprobs))
 
     def end_choice(self, sequence: Sequence, reason: FinishReason) -> None:
         """A choice is over, and with the last one its request."""
         request = sequence.request
-        self._tell_choice_done(request, sequence.choice, reason)
+        request.ended_choices.add(sequence.choice)
+        if request.held is not None:
+            request.held.end(sequence.choice, reason)
+        else:
+            self._tell_choice_done(request, sequence.choice, reason)
         self._roster.retire(sequence, Leaving.OVER)
-        if len(request.ended_choices) == request.command.num_choices:
+        if len(request.ended_choices) == request.num_sampled:
+            self._tell_held(request)
             self._finish(request)
+
+    def end_search(self, request: Request, finished: list[HeldChoice]) -> None:
+        """A beam search is over, and with it its request."""
+        assert request.held is not None, "beams are told at the end"
+        for choice in finished:
+            request.held.add(choice)
+        self._tell_held(request)
+        self._finish(request)
 
     def abort(self, request: Request) -> None:
         """Every open choice is over, those not forked yet included."""
         for choice in range(request.command.num_choices):
-            if choice not in request.ended_choices:
+            if choice not in request.ended_choices or request.held is not None:
                 self._tell_choice_done(request, choice, FinishReason.ABORTED)
         self._finish(request)
 
     def fail(self, request: Request, code: ErrorCode, message: str, retry_after_s: float = 0.0) -> None:
         self._counters["failed"] += 1
-        self._retry.note_end(self._clock.monotonic())
+        if request.first_run_s is not None:
+            self._retry.note_end(self._clock.monotonic())
         self._events.append(RequestFailed(request.request_id, code, message, retry_after_s))
         self._forget(request)
 
     def _tell_choice_done(self, request: Request, choice: int, reason: FinishReason) -> None:
-        request.ended_choices.add(choice)
         if not request.is_internal:
             self._events.append(ChoiceDone(request.request_id, choice, reason))
+
+    def _tell_held(self, request: Request) -> None:
+        if request.held is not None and not request.is_internal:
+            self._events += request.held.tell(request.request_id, request.command.num_choices)
 
     def _finish(self, request: Request) -> None:
         self._counters["finished"] += 1
         now_s = self._clock.monotonic()
-        self._retry.note_end(now_s)
+        if request.first_run_s is not None:
+            self._retry.note_end(now_s)
         began_s = request.first_run_s if request.first_run_s is not None else now_s
         usage = RequestUsage(
             prompt_tokens=request.num_prompt_tokens,

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvd.cache.manager import BlockTable, CacheManager, Node
+from kvd.scheduler.beam_rows import BeamSteps
+from kvd.scheduler.constraints import Constraints
 from kvd.scheduler.ending import Endings
 from kvd.scheduler.request import Leaving, Sequence
 from kvd.scheduler.roster import Roster
 from kvd.step import ExecutorOutput, SchedulerOutput
 from kvd.types import TOKEN_BYTES, ErrorCode, FinishReason, TokenLogprobs
 
+_STUCK = "what the request allows and forbids (allowed_token_ids, banned_token_ids, bad_words, min_tokens, constraint) leaves no token to go on with"
+
 
 class Outcomes:
     """Applies what the executor computed and sampled, step by step in their order."""
 
-    def __init__(self, cache: CacheManager, roster: Roster, endings: Endings) -> None:
+    def __init__(self, cache: CacheManager, roster: Roster, endings: Endings, constraints: Constraints, counters: Counter[str]) -> None:
         self._cache = cache
         self._roster = roster
         self._endings = endings
+        self._constraints = constraints
+        self._beam_steps = BeamSteps(cache, roster, endings, counters)
 
     def apply(self, out: ExecutorOutput, fills: list[Node]) -> None:
         """A step that filled ``fills`` is done."""
         roster = self._roster
-        self._fail_rows(out.failed_rows)
+        self._fail_rows(out.failed_rows, out.stuck_rows)
         self._cache.complete_fill(fills)
         roster.computing.difference_update(fills)
         logprobs = out.logprobs if out.logprobs is not None else [None] * len(out.rows)
@@ -36,7 +44,10 @@ class Outcomes:
                 sequence.num_total += 1
             elif sequence.is_over:
                 continue
-            self._append(sequence, token_id, logprob)
+            if sequence.request.beams is not None:
+                self._beam_steps.take(sequence, logprob)
+            else:
+                self._append(sequence, token_id, logprob)
 
     def fail(self, step: SchedulerOutput, fills: list[Node], message: str) -> None:
         """The executor raised in a step: its requests fail, and every block that it was filling leaves the tree."""
@@ -61,11 +72,13 @@ class Outcomes:
         self._endings.tell_token(sequence, first_index, packed, logprob)
         if token_id in request.stop_token_ids and first_index >= request.command.min_tokens:
             self._endings.end_choice(sequence, FinishReason.STOP)
+        elif sequence.constraint is not None and self._constraints.end_if_over(sequence, token_id):
+            return
         elif num_known + 1 >= request.limit_tokens:
             self._endings.end_choice(sequence, FinishReason.LENGTH)
 
-    def _fail_rows(self, rows: tuple[int, ...]) -> None:
-        """Non-finite logits: the requests of these rows fail alone; nothing that the rows were filling is kept, nor what others computed over it.
+    def _fail_rows(self, rows: tuple[int, ...], stuck: tuple[int, ...]) -> None:
+        """Non-finite logits, or nothing to sample: the requests of these rows fail alone; nothing that the rows were filling is kept, nor what others computed over it.
 
         A row that read blocks of another failed row, in this step or the one before, is none of them: it is planned anew.
         """
@@ -81,5 +94,8 @@ class Outcomes:
             assert sequence.table is not None, "it was there a moment ago"
             self._roster.withdraw(list(sequence.table.fills))
             if not sequence.request.is_over:
-                message = "the model computed logits that are not finite for this request"
-                self._endings.fail(sequence.request, ErrorCode.NONFINITE_LOGITS, message)
+                if sequence.row in stuck:
+                    self._endings.fail(sequence.request, ErrorCode.BAD_REQUEST, _STUCK)
+                else:
+                    message = "the model computed logits that are not finite for this request"
+                    self._endings.fail(sequence.request, ErrorCode.NONFINITE_LOGITS, message)

@@ -15,7 +15,7 @@ class StepPlan:
     """Collects one step's rows and what is left of its token budget."""
 
     __slots__ = (
-        "block_ids", "block_offsets", "budget", "copies", "copying", "fills", "given", "masks", "num_draft", "num_tokens", "rows", "started", "step",
+        "block_ids", "block_offsets", "budget", "constrained", "copies", "copying", "fills", "given", "masks", "num_draft", "num_tokens", "rows", "started", "step",
     )  # fmt: skip
 
     def __init__(self, step: int, budget_tokens: int) -> None:
@@ -35,6 +35,8 @@ class StepPlan:
         self.given: dict[int, Collection[int]] = {}
         """By place in ``rows``: the tokens of its positions."""
         self.masks: TokenMasks | None = None
+        self.constrained: list[tuple[Sequence, Collection[int]]] = []
+        """Sequences whose samples need masks, each with the tokens drafted for it."""
 
     @property
     def is_empty(self) -> bool:
@@ -52,7 +54,7 @@ class StepPlan:
                 num_computed=sequence.num_computed,
                 num_tokens=num_tokens,
                 block_ids=tuple(table.block_ids),
-                sampling=command.sampling,
+                sampling=sequence.request.sampling,
                 choice=sequence.choice,
                 num_choices=sequence.num_samples,
                 banned_token_ids=command.stop_token_ids if command.min_tokens else (),
@@ -81,6 +83,10 @@ class StepPlan:
             self.block_ids += table.block_ids[sequence.num_blocks_sent :]
             sequence.num_blocks_sent = len(table.block_ids)
         self.block_offsets.append(len(self.block_ids))
+
+    def mask(self, sequence: Sequence, draft: Collection[int] = ()) -> None:
+        """The row samples under its constraint; with a draft, whose tokens the constraint allows, after each of its tokens too."""
+        self.constrained.append((sequence, draft))
 
     def copy(self, sequence: Sequence, copies: tuple[CopyOnWrite, ...]) -> None:
         self.copies.extend(BlockCopy(copy.source, copy.target, copy.index, sequence.row) for copy in copies)

@@ -10,8 +10,11 @@ from collections import Counter
 from kvd.cache.manager import BlockTable, CacheManager, CopyOnWrite
 from kvd.config import SchedulerConfig
 from kvd.scheduler.admission import lack_of_blocks
+from kvd.scheduler.beam_rows import waiting_beams
 from kvd.scheduler.ending import Endings
 from kvd.scheduler.loads import Loads
+from kvd.scheduler.order import BACKGROUND, Order
+from kvd.scheduler.pace import Pace
 from kvd.scheduler.plan import StepPlan
 from kvd.scheduler.ports import Clock
 from kvd.scheduler.preemption import choose_victim
@@ -19,8 +22,6 @@ from kvd.scheduler.request import Request, Sequence
 from kvd.scheduler.roster import Roster
 from kvd.scheduler.shortage import Shortage
 from kvd.types import ErrorCode
-
-_BACKGROUND = 1
 
 
 class Planner:
@@ -48,6 +49,7 @@ class Planner:
         self._has_preempted = False
         self._copying: list[BlockTable] = []
         """Tables whose first step was planned last: what their beginning is copied from is held until that step is with the executor, lest a load write to it before."""
+        self.pace = Pace(config.max_inter_token_ms / 1000)
 
     def plan(self, step: int) -> StepPlan:
         """Step number ``step``; perhaps an empty one. What is planned counts as computed, its samples as taken. The step before it has been submitted."""
@@ -60,14 +62,29 @@ class Planner:
             self._run_chunk(plan, sequence)
         for sequence in stepwise:
             self._run_stepwise(plan, sequence)
-        for sequence in chunks:
-            self._run_chunk(plan, sequence)
-        self._admit(plan, below_priority=_BACKGROUND)
+        if plan.rows or plan.started or stepwise:
+            plan.budget = self.pace.limit(plan.budget)
+        budget = plan.budget
+        self._run_prompts(plan, chunks)
+        self._admit(plan, below_priority=BACKGROUND)
         for sequence in background:
             self._run_chunk(plan, sequence)
-        self._admit(plan, below_priority=_BACKGROUND + 1)
+        self._admit(plan, below_priority=BACKGROUND + 1)
         self._copying = plan.copying
+        if not plan.is_empty:
+            self.pace.begin(step, budget - plan.budget)
         return plan
+
+    def _run_prompts(self, plan: StepPlan, chunks: list[Sequence]) -> None:
+        """What is left of the step goes to the prompts in their order; the counters are brought up to date for those who wait, too."""
+        roster = self._roster
+        if len(chunks) > 1 or roster.queue.num_tenants > 1:
+            roster.tenants.charge_outputs(roster.running)
+        if len(chunks) > 1:
+            order = Order((sequence.request for sequence in chunks), self._clock.monotonic(), self._config.ageing_s)
+            chunks.sort(key=lambda sequence: order.key(sequence.request))
+        for sequence in chunks:
+            self._run_chunk(plan, sequence)
 
     def _run_decodes(self, plan: StepPlan) -> tuple[list[Sequence], list[Sequence], list[Sequence], list[Sequence]]:
         """Every row that only has its last token to compute; the others by what they are: choices to fork, stepwise rows, prompts, background prompts."""
@@ -81,7 +98,7 @@ class Planner:
             computed = sequence.num_computed
             request = sequence.request
             if sequence.row < 0 or computed < sequence.num_planned:
-                (forks if computed >= sequence.num_planned else background if request.priority else chunks).append(sequence)
+                (forks if computed >= sequence.num_planned else background if request.priority >= BACKGROUND else chunks).append(sequence)
                 continue
             if sequence.leaving is not None or sequence.num_total >= request.limit_tokens:
                 continue
@@ -90,7 +107,7 @@ class Planner:
                 continue
             if plan.budget <= 0:
                 break
-            if request.credit <= 0 and not request.is_internal:
+            if request.credit <= 0 and request.needs_credit:
                 self._stall(request)
                 continue
             table = sequence.table
@@ -146,7 +163,8 @@ class Planner:
             self._roster.take_row(sequence)
             plan.start(sequence, num_tokens)
         else:
-            plan.proceed(sequence, num_tokens)
+            plan.proceed(sequence, num_tokens, given=sequence.given)
+            sequence.given = ()
         plan.copy(sequence, copies)
         self._note_fills(plan, sequence, target)
         if request.first_run_s is None:
@@ -157,6 +175,8 @@ class Planner:
         sequence.last_step = plan.step
         plan.budget -= num_tokens
         if samples:
+            if sequence.constraint is not None:
+                plan.mask(sequence)
             sequence.num_total += 1
             request.credit -= sequence.num_samples
             sequence.num_samples = 1
@@ -172,18 +192,42 @@ class Planner:
                 plan.fills.append(node)
 
     def _admit(self, plan: StepPlan, *, below_priority: int) -> None:
-        """Seat those who wait, first come, first served, while there are budget, places and blocks."""
+        """Seat those who wait, in their order, while there are budget, places and blocks; nobody passes the first of them."""
         roster, cache = self._roster, self._cache
         while plan.budget > 0 and not self._has_preempted:
             sequence = roster.queue.first()
             if sequence is None or sequence.request.priority >= below_priority:
                 return
-            if roster.num_slots + sequence.num_slots > roster.max_running:
-                if self._preempt_stalled():
+            request = sequence.request
+            group = [sequence] if request.beams is None else waiting_beams(request)
+            if not group:
+                return
+            if roster.num_slots + sum(each.num_slots for each in group) > roster.max_running:
+                if self._preempt_stalled() or self._preempt_siblings(request):
                     continue
                 return
             if self._shortage.lasts(sequence):
                 return
+            tables = self._allocate(group)
+            if not tables:
+                if self._preempt_stalled() or self._preempt_siblings(request):
+                    continue
+                if roster.num_seated == 0 and cache.num_transient == 0:
+                    self._fail_for_lack_of_blocks(sequence, sequence.num_known)
+                    continue
+                self._shortage.note(sequence)
+                return
+            request.has_used_cache = True
+            for each, table in zip(group, tables, strict=True):
+                roster.seat(each, table)
+            for each in group:
+                self._run_chunk(plan, each)
+
+    def _allocate(self, group: list[Sequence]) -> list[BlockTable]:
+        """Tables for all of ``group``, sequences of one request, or for none."""
+        roster, cache = self._roster, self._cache
+        tables: list[BlockTable] = []
+        for sequence in group:
             request = sequence.request
             match = cache.match(bytes(sequence.tokens), request.namespace)
             self._loads.begin(sequence, match)
@@ -196,16 +240,12 @@ class Planner:
                 is_private=request.is_private,
             )
             if table is None:
-                if self._preempt_stalled():
-                    continue
-                if roster.num_seated == 0 and cache.num_transient == 0:
-                    self._fail_for_lack_of_blocks(sequence, sequence.num_known)
-                    continue
-                self._shortage.note(sequence)
-                return
-            request.has_used_cache = True
-            roster.seat(sequence, table)
-            self._run_chunk(plan, sequence)
+                for other in reversed(tables):
+                    cache.fail_fill(list(other.fills))
+                    cache.release(other)
+                return []
+            tables.append(table)
+        return tables
 
     def _extend_by_force(self, sequence: Sequence, num_tokens: int) -> tuple[CopyOnWrite, ...] | None:
         """Blocks for positions up to ``num_tokens``, taken from others if need be. None: not now (or the sequence itself had to go)."""
@@ -217,7 +257,7 @@ class Planner:
                 return copies
             if roster.num_leaving:
                 return None  # blocks come back with the steps in flight
-            victim = choose_victim(roster.stalled, roster.running)
+            victim = self._choose_victim()
             assert victim is not None, "the sequence itself is running"
             is_alone = all(each.request is victim for each in roster.seated())
             if victim is sequence.request and is_alone:
@@ -230,12 +270,25 @@ class Planner:
             if sequence.table is None or sequence.leaving is not None:
                 return None
 
+    def _choose_victim(self, *, stalled_only: bool = False) -> Request | None:
+        roster = self._roster
+        roster.tenants.charge_outputs(roster.running)
+        running = () if stalled_only else roster.running
+        return choose_victim(roster.stalled, running, self._clock.monotonic(), self._config.ageing_s)
+
     def _preempt_stalled(self) -> bool:
         """Take the blocks and the place of a stalled request for one that can run; whether they are to be had at once."""
-        victim = choose_victim(self._roster.stalled, ())
+        victim = self._choose_victim(stalled_only=True)
         if victim is None or self._roster.num_leaving:
             return False
         self._roster.preempt(victim)
+        return not self._roster.num_leaving
+
+    def _preempt_siblings(self, request: Request) -> bool:
+        """Beams step together: if one of them finds no seat, the others give up theirs, rather than wait for it on blocks that it may need."""
+        if request.beams is None or all(each.table is None for each in request.sequences):
+            return False
+        self._roster.preempt(request)
         return not self._roster.num_leaving
 
     def _fail_for_lack_of_blocks(self, sequence: Sequence, num_tokens: int) -> None:

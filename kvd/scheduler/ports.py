@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import LoadTarget
-from kvd.types import BlockHash, PackedTokens
+from kvd.types import BlockHash, Constraint, ErrorCode, PackedTokens
 
 
 class Clock(Protocol):
@@ -29,3 +29,54 @@ class ColdTier(Protocol):
 
         A target that is no longer wanted is not written: its block may be another's by then.
         """
+
+
+class ConstraintState(Protocol):
+    """How far one sequence is in its constraint. Every call takes microseconds."""
+
+    @property
+    def problem(self) -> str:
+        """Why it can't go on; empty while it can."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing but the end can follow."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the end may follow."""
+
+    def advance(self, token_id: int) -> None:
+        """A token was sampled; one that is not allowed is a ``problem``."""
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, may follow."""
+
+    def forced(self, max_tokens: int) -> Sequence[int]:
+        """Tokens that spell what must follow, as far as it is known; perhaps none."""
+
+
+class CompiledConstraint(Protocol):
+    """A constraint that something matches."""
+
+    def start(self) -> ConstraintState:
+        """A sequence before its first token."""
+
+
+class ConstraintCompiler(Protocol):
+    """Compiles constraints elsewhere. Called on the engine thread; never waits."""
+
+    def begin(self, constraint: Constraint) -> int | None:
+        """A ticket for the compiled constraint, perhaps there already; None: too many wait."""
+
+    def poll(self, ticket: int) -> CompiledConstraint | tuple[ErrorCode, str] | None:
+        """The compiled constraint, or why there will be none: then the ticket is used up. None: not yet. A ``ConstraintCompiled`` comes through the inbox."""
+
+    def cancel(self, ticket: int) -> None:
+        """Nobody waits with this ticket any more."""
+
+    def forget(self, constraint: Constraint) -> None:
+        """A sequence failed in it: compile it afresh next time."""
+
+    def masks(self, states: Sequence[ConstraintState], drafts: Sequence[Collection[int]]) -> bytearray:
+        """For each state the mask of its next token and one after each of its drafted tokens, which are valid, as in ``TokenMasks.words``."""

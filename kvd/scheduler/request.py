@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvd.cache.events import BlockOrigin
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import BlockTable
 from kvd.commands import Submit
-from kvd.types import TOKEN_BYTES
+from kvd.scheduler.held import HeldChoices
+from kvd.scheduler.ports import CompiledConstraint, ConstraintState
+from kvd.scheduler.tenants import Tenant
+from kvd.types import TOKEN_BYTES, SamplingParams
+
+if TYPE_CHECKING:
+    from kvd.scheduler.beam_rows import Beams
 
 
 class Leaving(Enum):
@@ -27,28 +36,38 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "beams",
         "cached_tokens",
         "command",
+        "constraint",
         "credit",
         "ended_choices",
         "first_run_s",
+        "has_been_seated",
         "has_failed_load",
         "has_used_cache",
+        "held",
+        "is_compiling",
         "is_internal",
         "is_over",
         "is_private",
         "limit_tokens",
         "namespace",
+        "needs_credit",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_sampled",
         "origin",
         "priority",
+        "rank_s",
         "recomputed_tokens",
         "restored_tokens",
+        "sampling",
         "sequences",
         "stalled_s",
         "stop_token_ids",
         "submitted_s",
+        "tenant",
     )
 
     def __init__(
@@ -59,15 +78,20 @@ class Request:
         arrival: int,
         max_tokens: int,
         submitted_s: float,
+        tenant: Tenant,
+        priority: int,
+        rank_s: float,
         is_internal: bool,
-        is_background: bool,
         origin: BlockOrigin,
     ) -> None:
         self.command = command
         self.namespace = namespace
         self.arrival = arrival
-        self.priority = int(is_background)
-        """0 for users and whatever a user waits for, 1 for work that runs behind them."""
+        self.tenant = tenant
+        self.priority = priority
+        """Its class, or ``order.BACKGROUND``; that of whoever waits for it, if that is lower."""
+        self.rank_s = rank_s
+        """By when it is to be over, for the order within its tenant."""
         self.is_internal = is_internal
         """Nobody reads its tokens: no credit, no use of the cache is told."""
         self.origin = origin
@@ -81,6 +105,7 @@ class Request:
         """Since when it has lacked credit."""
         self.submitted_s = submitted_s
         self.first_run_s: float | None = None
+        self.has_been_seated = False
         self.has_failed_load = False
         """A load that it waited for failed: it does not ask the disk again."""
         self.has_used_cache = False
@@ -92,7 +117,22 @@ class Request:
         self.is_over = False
         self.is_private = False
         """What it computes is not to be remembered: it was forgotten while the request lived."""
-        self.sequences: list[Sequence] = [Sequence(self, 0, bytearray(command.token_ids), command.num_choices)]
+        self.sampling: SamplingParams = command.sampling
+        """What its rows are sampled with."""
+        self.num_sampled = 1 if command.beam is not None else max(command.num_choices, command.best_of)
+        """Choices that are sampled; more than are told where ``held`` picks the best."""
+        self.held: HeldChoices | None = None
+        self.beams: Beams | None = None
+        if command.beam is not None or self.num_sampled > command.num_choices:
+            self.held = HeldChoices(tells_logprobs=command.sampling.num_logprobs is not None)
+            if command.sampling.num_logprobs is None:
+                self.sampling = msgspec.structs.replace(command.sampling, num_logprobs=0)
+        self.needs_credit = not (is_internal or self.held is not None)
+        """Whether it stops where its client takes no tokens; one that tells all at its end has nothing to be taken before."""
+        self.constraint: CompiledConstraint | None = None
+        self.is_compiling = False
+        """It waits for its constraint, and for nothing else yet."""
+        self.sequences: list[Sequence] = [Sequence(self, 0, bytearray(command.token_ids), self.num_sampled)]
 
     @property
     def request_id(self) -> bytes:
@@ -100,7 +140,7 @@ class Request:
 
     @property
     def has_credit(self) -> bool:
-        return self.credit > 0 or self.is_internal
+        return self.credit > 0 or not self.needs_credit
 
     def note_cached(self, table: BlockTable) -> None:
         """Take what ``table``, with which the request first runs or loses its first plan, was given by the cache.
@@ -122,19 +162,22 @@ class Sequence:
 
     __slots__ = (
         "choice",
+        "constraint",
+        "given",
         "has_asked_disk",
         "is_over",
         "is_stepwise",
         "last_step",
         "leaving",
         "num_blocks_sent",
+        "num_charged",
         "num_computed",
         "num_known",
+        "num_lost",
         "num_planned",
         "num_samples",
         "num_slots",
         "num_total",
-        "queue_ticket",
         "request",
         "row",
         "table",
@@ -147,8 +190,12 @@ class Sequence:
         self.tokens = tokens
         """Known tokens, packed."""
         self.num_known = len(tokens) // TOKEN_BYTES
+        self.num_charged = self.num_known
+        """Tokens that its tenant's counter covers."""
         self.num_total = self.num_known
         self.num_computed = 0
+        self.num_lost = 0
+        """Positions that were computed when it was preempted last, until it has a seat again."""
         self.num_planned = 0
         """Tokens that were known when it was seated: they run in chunks, and fill blocks that others may wait for."""
         self.num_samples = num_samples
@@ -163,18 +210,20 @@ class Sequence:
         self.last_step = 0
         self.leaving: Leaving | None = None
         self.is_over = False
-        self.is_stepwise = False
+        self.constraint: ConstraintState | None = request.constraint.start() if request.constraint is not None else None
+        """How far it is in what its output must match."""
+        self.is_stepwise = request.command.constraint is not None
         """What it computes next depends on the ids that it sampled: no further step of it is planned before these are known."""
-        self.queue_ticket = 0
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Who comes first: users before background work, then by arrival."""
-        return (self.request.priority, self.request.arrival, self.choice)
+        self.given: tuple[int, ...] = ()
+        """Known ids that its row does not know: its next step is given them in the place of what the row sampled."""
 
     def rewind(self) -> None:
         """Back to the known tokens, none computed; credit for samples that are thrown away is given back."""
-        if self.num_slots > 1:
+        beams = self.request.beams
+        if beams is not None:
+            beams.answers.pop(self, None)
+            self.given = ()
+        elif self.num_slots > 1:
             self.num_samples = self.num_slots
         num_discarded = self.num_total - self.num_known
         if num_discarded:

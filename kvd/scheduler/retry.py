@@ -8,7 +8,7 @@ _LONGEST_S = 30.0
 
 
 class RetryEstimate:
-    """An exponential average of the time between two requests' ends."""
+    """An exponential average of the time between the ends of two requests that ran, while there are any: what ends in the queue says nothing of how fast it moves."""
 
     __slots__ = ("_interval_s", "_last_end_s")
 
@@ -16,12 +16,17 @@ class RetryEstimate:
         self._interval_s = 0.0
         self._last_end_s: float | None = None
 
-    def note_end(self, now_s: float) -> None:
-        """A request is over."""
-        if self._last_end_s is not None:
-            self._interval_s += _SMOOTHING * (now_s - self._last_end_s - self._interval_s)
+    def note_busy(self, now_s: float) -> None:
+        """A request comes, and there was none."""
         self._last_end_s = now_s
 
-    def seconds(self, num_waiting: int) -> float:
-        """Until a tenth of the queue has gone, within bounds."""
-        return min(max(self._interval_s * num_waiting / 10, _SHORTEST_S), _LONGEST_S)
+    def note_end(self, now_s: float) -> None:
+        """A request that ran is over."""
+        assert self._last_end_s is not None, "it came before"
+        interval_s = now_s - self._last_end_s
+        self._interval_s = interval_s if not self._interval_s else self._interval_s + _SMOOTHING * (interval_s - self._interval_s)
+        self._last_end_s = now_s
+
+    def seconds(self, num_before: int) -> float:
+        """Until a tenth of those before it in the queue have gone, within bounds."""
+        return min(max(self._interval_s * num_before / 10, _SHORTEST_S), _LONGEST_S)

@@ -10,21 +10,25 @@ import math
 from collections.abc import Iterable
 
 from kvd.cache.manager import BlockTable, CacheManager, Node, Retention
+from kvd.config import SchedulerConfig
 from kvd.scheduler.ports import Clock
 from kvd.scheduler.queue import WaitingQueue
 from kvd.scheduler.request import Leaving, Request, Sequence
 from kvd.scheduler.shared_runs import RunTree
+from kvd.scheduler.tenants import Tenant, Tenants
 from kvd.step import SharedRuns
 
 
 class Roster:
     """The places and the transitions between them. Knows neither steps' contents nor events."""
 
-    def __init__(self, cache: CacheManager, clock: Clock, max_running: int, shared_tile_tokens: int) -> None:
+    def __init__(self, cache: CacheManager, clock: Clock, config: SchedulerConfig, shared_tile_tokens: int) -> None:
+        max_running = config.max_running
         self._cache = cache
         self._clock = clock
         self.max_running = max_running
-        self.queue = WaitingQueue()
+        self.queue = WaitingQueue(clock, config.ageing_s)
+        self.tenants = Tenants(config.output_token_weight)
         self.running: dict[Sequence, None] = {}
         """Seated, with credit, staying: in the order in which they were seated."""
         self.stalled: dict[Request, None] = {}
@@ -39,6 +43,9 @@ class Roster:
         self.collected_step = 0
         self.num_preemptions = 0
         """Requests that lost their blocks to others."""
+        self.num_resumed_tokens = 0
+        """Positions that were computed when their sequences were preempted, of those that have seats again; of these ``num_recomputed_tokens`` were no longer in the cache."""
+        self.num_recomputed_tokens = 0
         self.num_replanned = 0
         """Sequences that waited for blocks which were never filled."""
         self._seats: dict[BlockTable, Sequence] = {}
@@ -71,9 +78,27 @@ class Roster:
         self._seats[table] = sequence
         self.num_slots += sequence.num_slots
         self.running[sequence] = None
+        self._book(sequence, table.num_cached_tokens)
         for awaited in self._cache.awaited(table):
             owner = self._seats[awaited].request
             owner.priority = min(owner.priority, sequence.request.priority)
+
+    def lift(self, tenant: Tenant) -> None:
+        """The tenant has a new request."""
+        if self.tenants.num_live > 1 and not tenant.num_waiting:
+            self.tenants.charge_outputs(self.running)
+        self.queue.lift(tenant)
+
+    def _book(self, sequence: Sequence, num_cached: int) -> None:
+        """What the sequence costs its tenant, and what its preemption has cost."""
+        request = sequence.request
+        if not request.has_been_seated:
+            request.has_been_seated = True
+            request.tenant.counter += request.num_prompt_tokens - num_cached
+        if sequence.num_lost:
+            self.num_resumed_tokens += sequence.num_lost
+            self.num_recomputed_tokens += max(0, sequence.num_lost - num_cached)
+            sequence.num_lost = 0
 
     def fork(self, parent: Sequence, choice: int, tokens: bytearray) -> Sequence:
         """A further choice takes one of the places that its parent kept; it shares the prompt's blocks, or waits if the parent is about to lose them."""
@@ -94,6 +119,28 @@ class Roster:
         self._seats[table] = sequence
         if request.stalled_s is None:
             self.running[sequence] = None
+        return sequence
+
+    def branch(self, parent: Sequence, choice: int) -> Sequence:
+        """A second sequence that has the parent's known tokens and shares all of its blocks, or waits if the parent has none or is about to lose them.
+
+        It takes a running place that the parent keeps, or that of a sequence which leaves before the next step is planned.
+        """
+        request = parent.request
+        sequence = Sequence(request, choice, parent.tokens[:], 1)
+        sequence.is_stepwise = parent.is_stepwise
+        request.sequences.append(sequence)
+        is_kept = parent.num_slots > 1
+        parent.num_slots -= is_kept
+        if parent.table is None or parent.leaving is not None:
+            self.num_slots -= is_kept and parent.table is not None
+            self._wait(sequence)
+            return sequence
+        self.num_slots += not is_kept
+        sequence.table = self._cache.fork(parent.table)
+        sequence.num_computed = sequence.num_planned = parent.num_known
+        self._seats[sequence.table] = sequence
+        self.running[sequence] = None
         return sequence
 
     def take_row(self, sequence: Sequence) -> int:
@@ -132,6 +179,7 @@ class Roster:
     def retire(self, sequence: Sequence, why: Leaving) -> None:
         """The sequence is to leave; ``settle`` lets it go once it is idle. What it will not fill now is withdrawn, and the followers with it."""
         if why is Leaving.OVER:
+            self.tenants.charge_outputs((sequence,))
             sequence.is_over = True
         if sequence.table is None:
             if why is Leaving.OVER:
@@ -193,6 +241,8 @@ class Roster:
         if why is Leaving.OVER:
             sequence.request.sequences.remove(sequence)
         else:
+            if why is Leaving.PREEMPTED:
+                sequence.num_lost = min(sequence.num_computed, sequence.num_known)
             sequence.rewind()
             self._wait(sequence)
 
@@ -237,6 +287,7 @@ class Roster:
             del self.stalled[request]
         for sequence in list(request.sequences):
             self.retire(sequence, Leaving.OVER)
+        self.tenants.close(request.tenant)
 
     # --------------------------------------------------------------------------------------------------- audits
 
@@ -244,12 +295,13 @@ class Roster:
         """Everybody is in exactly one place, and every place is counted."""
         seated = set(self._seats.values())
         waiting = set(self.queue.sequences())
+        self.queue.check_invariants()
+        self.tenants.check_invariants()
         assert len(seated) == len(self._seats), "a sequence sits twice"
         assert set(self.running) <= seated, "a running sequence has no blocks"
         assert set(self._leaving) <= seated, "a leaving sequence has no blocks"
         assert not set(self.running) & set(self._leaving), "a sequence runs and leaves"
         assert not seated & waiting, "a sequence waits with blocks"
-        assert len(waiting) == len(self.queue), "the queue is miscounted"
         assert self.num_slots == sum(sequence.num_slots for sequence in seated) <= self.max_running, "running places are miscounted"
         for sequence in seated:
             assert sequence.table is not None, "a seat without blocks"
@@ -265,7 +317,7 @@ class Roster:
             assert is_stalled == (request in self.stalled), "a stall is not on the list, or the reverse"
             for sequence in request.sequences:
                 if sequence.leaving is None and not sequence.is_over:
-                    places = (sequence in self.running, sequence in waiting, is_stalled)
+                    places = (sequence in self.running, sequence in waiting, is_stalled, request.is_compiling)
                     assert sum(places) == 1, f"a sequence is in {sum(places)} places"
                 assert sequence.num_known <= sequence.num_total, "a sampled token is lost"
                 assert sequence.num_computed <= sequence.num_total, "more is computed than there is"

@@ -7,6 +7,7 @@ counted, so that a further step can be scheduled while one is in flight.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable
 
@@ -17,11 +18,15 @@ from kvd.cache.tenants import Selection
 from kvd.commands import Event, RequestFailed, Submit
 from kvd.config import SchedulerConfig
 from kvd.scheduler.admission import clamp_max_tokens, refuse
+from kvd.scheduler.beam_rows import begin_search
+from kvd.scheduler.constraints import Constraints
+from kvd.scheduler.deadlines import Deadlines
 from kvd.scheduler.ending import Endings
 from kvd.scheduler.loads import Loads
+from kvd.scheduler.order import BACKGROUND
 from kvd.scheduler.outcome import Outcomes
 from kvd.scheduler.planning import Planner
-from kvd.scheduler.ports import Clock, ColdTier
+from kvd.scheduler.ports import Clock, ColdTier, ConstraintCompiler
 from kvd.scheduler.request import Request
 from kvd.scheduler.roster import Roster
 from kvd.step import ExecutorOutput, SchedulerOutput
@@ -45,19 +50,22 @@ class Scheduler:
         max_model_len: int,
         shared_tile_tokens: int,
         cold_tier: ColdTier | None = None,
+        constraint_compiler: ConstraintCompiler | None = None,
     ) -> None:
         self._config = config
         self._cache = cache
         self._clock = clock
         self._namespace_of = namespace_of
         self._max_model_len = max_model_len
-        self._roster = Roster(cache, clock, config.max_running, shared_tile_tokens)
+        self._roster = Roster(cache, clock, config, shared_tile_tokens)
         self._loads = Loads(cache, self._roster, cold_tier, int(cache.num_blocks * config.max_loading_fraction))
         self._counters: Counter[str] = Counter()
         self._endings = Endings(self._roster, clock, self._counters)
         self._requests = self._endings.requests
+        self._deadlines = Deadlines()
         self._planner = Planner(config, cache, clock, self._roster, self._loads, endings=self._endings, counters=self._counters)
-        self._outcomes = Outcomes(cache, self._roster, self._endings)
+        self._constraints = Constraints(constraint_compiler, self._endings, self._enter)
+        self._outcomes = Outcomes(cache, self._roster, self._endings, self._constraints, self._counters)
         self._in_flight: deque[tuple[SchedulerOutput, list[Node]]] = deque()
         self._step = 0
         self._arrival = 0
@@ -71,8 +79,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for blocks or a place: one a request, or after a preemption one a choice."""
-        return len(self._roster.queue)
+        """Sequences that wait for blocks or a place, one a request, or after a preemption one a choice; and requests that wait for their constraints."""
+        return len(self._roster.queue) + self._constraints.num_compiling
 
     @property
     def num_stalled(self) -> int:
@@ -85,16 +93,21 @@ class Scheduler:
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and the present queue depths."""
-        names = ("steps", "prefill_tokens", "decode_tokens", "accepted", "finished", "failed", "refused")
+        names = (
+            "steps", "prefill_tokens", "decode_tokens", "accepted", "finished", "failed", "refused", "beam_blocks", "beam_blocks_saved",
+        )  # fmt: skip
         counts = {name: self._counters[name] for name in names}
         return counts | {
             "preemptions": self._roster.num_preemptions,
+            "resumed_tokens": self._roster.num_resumed_tokens,
+            "resume_recomputed_tokens": self._roster.num_recomputed_tokens,
             "replanned": self._roster.num_replanned,
             "loads": self._loads.num_loads,
             "failed_loads": self._loads.num_failed,
             "loading_blocks": self._loads.num_blocks,
             "running": self.num_running,
             "waiting": self.num_waiting,
+            "compiling": self._constraints.num_compiling,
             "stalled": self.num_stalled,
         }
 
@@ -114,29 +127,42 @@ class Scheduler:
         refusal = refuse(command, namespace, self._config, self._cache, self._max_model_len)
         if refusal is None and not internal and self.num_waiting >= self._config.max_waiting:
             message = f"{self.num_waiting} requests wait, the limit is {self._config.max_waiting} (max_waiting)"
-            retry_after_s = self._endings.retry_after_s(self.num_waiting)
+            retry_after_s = self._endings.retry_after_s(command.priority)
             refusal = RequestFailed(command.request_id, ErrorCode.OVERLOADED, message, retry_after_s)
         if refusal is not None:
             self._counters["refused"] += 1
             return [refusal]
         self._arrival += 1
         self._counters["accepted"] += 1
+        now_s, roster = self._clock.monotonic(), self._roster
         request = Request(
             command,
             namespace,
             arrival=self._arrival,
             max_tokens=clamp_max_tokens(command, namespace, self._cache, self._max_model_len),
-            submitted_s=self._clock.monotonic(),
+            submitted_s=now_s,
+            tenant=roster.tenants.open(command.tenant),
+            priority=BACKGROUND if background else command.priority,
+            rank_s=now_s + min(command.deadline_s or self._config.ageing_s, self._config.ageing_s),
             is_internal=internal,
-            is_background=background,
             origin=origin,
         )
-        self._requests[command.request_id] = request
+        begin_search(request)
+        self._endings.add(request)
+        self._deadlines.add(request)
+        if command.constraint is None:
+            self._enter(request)
+            return []
+        self._constraints.begin(request)
+        return self._settle()
+
+    def _enter(self, request: Request) -> None:
+        """The request has all that it needs but blocks, and perhaps credit."""
+        self._roster.lift(request.tenant)
         if request.has_credit:
             self._roster.queue.push(request.sequences[0])
         else:
-            self._roster.stall(request, request.submitted_s)
-        return []
+            self._roster.stall(request, self._clock.monotonic())
 
     def abort(self, request_id: bytes) -> list[Event]:
         """End a request now; nothing if it is unknown or over."""
@@ -174,9 +200,9 @@ class Scheduler:
         return num_blocks, self._settle()
 
     def finish_choice(self, request_id: bytes, choice: int) -> list[Event]:
-        """The edge wants no more of this choice; nothing if it is unknown, over, or without a token yet."""
+        """The edge wants no more of this choice; nothing if it is unknown, over, or without a token told yet."""
         request = self._requests.get(request_id)
-        if request is not None:
+        if request is not None and request.held is None:
             for sequence in request.sequences:
                 if sequence.choice == choice and not sequence.is_over and sequence.num_known > request.num_prompt_tokens:
                     self._endings.end_choice(sequence, FinishReason.STOP)
@@ -193,7 +219,13 @@ class Scheduler:
         return self._settle()
 
     def expire(self) -> list[Event]:
-        """What is due without a step: requests stalled for too long or too many of them, and what ``schedule`` had to end."""
+        """What is due without a step: constraints that are compiled by now, requests whose time is over, stalled ones for too long or too many of them, and what ``schedule`` had to end."""
+        if self._deadlines.next_s is not None:
+            for request, code, message in self._deadlines.due(self._clock.monotonic()):
+                retry_after_s = self._endings.retry_after_s(request.priority) if code is ErrorCode.QUEUE_TIMEOUT else 0.0
+                self._endings.fail(request, code, message, retry_after_s)
+        if self._constraints.num_compiling:
+            self._constraints.poll()
         stalled = self._roster.stalled
         if stalled:
             limit_s = self._clock.monotonic() - self._config.stall_timeout_s
@@ -206,6 +238,11 @@ class Scheduler:
                 )
         return self._settle()
 
+    def due_in_s(self) -> float:
+        """Seconds until ``expire`` may have to end a request that named a time; infinite without one."""
+        next_s = self._deadlines.next_s
+        return math.inf if next_s is None else max(0.0, next_s - self._clock.monotonic())
+
     # ----------------------------------------------------------------------------------------------- schedule
 
     def schedule(self) -> SchedulerOutput | None:
@@ -215,6 +252,8 @@ class Scheduler:
         plan = self._planner.plan(self._step + 1)
         if plan.is_empty:
             return None
+        if plan.constrained:
+            self._constraints.write_masks(plan)
         self._step += 1
         self._counters["steps"] += 1
         step = plan.output(roster.released_rows, roster.shared_runs())
@@ -233,6 +272,10 @@ class Scheduler:
         """The executor failed in this step: its requests fail, and every block that it was filling leaves the tree."""
         self._outcomes.fail(step, self._collect(step), message)
         return self._settle()
+
+    def note_step_time(self, step: SchedulerOutput, seconds: float) -> None:
+        """The executor took so long for a step, not counting what that waited for another one."""
+        self._planner.pace.end(step.step, seconds)
 
     def on_load_done(self, load_id: int, num_loaded: int) -> list[Event]:
         """A load that the scheduler started is over; the first ``num_loaded`` of its blocks are in the pool."""
@@ -255,6 +298,7 @@ class Scheduler:
         """Audit every place and count, the cache's besides."""
         self._roster.check_invariants(list(self._requests.values()))
         self._loads.check_invariants()
+        self._constraints.check_invariants(list(self._requests.values()))
         self._cache.check_invariants()
         assert self._roster.num_seated == self._cache.num_tables, "a block table belongs to nobody"
         in_flight = {node for _, fills in self._in_flight for node in fills}

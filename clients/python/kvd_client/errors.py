@@ -68,8 +68,24 @@ class Overloaded(KvdError):
     """``overloaded``: a queue of the daemon is full. Never retried by the client: the caller decides about load."""
 
 
+class QueueTimeout(Overloaded):
+    """``queue_timeout``: the request had not begun to run within its ``queue_timeout_s``."""
+
+
+class DeadlineExceeded(KvdError, TimeoutError):
+    """``deadline_exceeded``: the request was not over within its ``deadline_s``. What was read of its stream stays valid."""
+
+
 class PinCapacity(KvdError):
     """``pin_capacity``: the pin would exceed the fraction of the KV pool that pins may hold; the message gives the numbers."""
+
+
+class AdapterCapacity(Overloaded):
+    """``adapter_capacity``: every adapter that may be loaded is in use; there is room when one of them is unloaded or its requests are over."""
+
+
+class AdapterUnusable(BadRequest):
+    """``adapter_unusable``: the adapter's directory can't be read, does not fit the model or wants what is not computed; the message says what."""
 
 
 class PinTooShort(BadRequest):
@@ -146,7 +162,11 @@ _BY_CODE: dict[str, type[KvdError]] = {
     Code.OVERLOADED: Overloaded,
     Code.PROMPT_TOO_LONG: PromptTooLong,
     Code.KV_CAPACITY: KvCapacity,
+    Code.QUEUE_TIMEOUT: QueueTimeout,
+    Code.DEADLINE_EXCEEDED: DeadlineExceeded,
     Code.PIN_CAPACITY: PinCapacity,
+    Code.ADAPTER_CAPACITY: AdapterCapacity,
+    Code.ADAPTER_UNUSABLE: AdapterUnusable,
     Code.PIN_TOO_SHORT: PinTooShort,
     Code.NOT_FOUND: NotFound,
     Code.CLIENT_TOO_SLOW: ClientTooSlow,

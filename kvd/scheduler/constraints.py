@@ -1,0 +1,167 @@
+"""Requests whose output must match something: they wait for it to be compiled, and each of their samples gets a mask.
+
+While its constraint is compiled a request holds neither blocks nor a place in the queue; it can be aborted, or run out of time, as everybody can.
+A constraint says when its text is complete: the choice ends with ``stop`` as soon as nothing but the end can follow, or when the end is sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvd.scheduler.ending import Endings
+from kvd.scheduler.plan import StepPlan
+from kvd.scheduler.ports import ConstraintCompiler, ConstraintState
+from kvd.scheduler.request import Request, Sequence
+from kvd.step import TokenMasks
+from kvd.types import ErrorCode, FinishReason, SamplingParams
+
+_ALL = -1
+"""As a set of bits: every token."""
+
+
+class Constraints:
+    """The requests that wait for their constraints, and the masks of a step's samples."""
+
+    def __init__(self, compiler: ConstraintCompiler | None, endings: Endings, enter: Callable[[Request], None]) -> None:
+        """Without a compiler every constraint is refused. ``enter`` lets a request wait for its turn, or for credit."""
+        self._compiler = compiler
+        self._endings = endings
+        self._enter = enter
+        self._compiling: dict[Request, int] = {}
+
+    @property
+    def num_compiling(self) -> int:
+        """Requests that wait for their constraints."""
+        return len(self._compiling)
+
+    def begin(self, request: Request) -> None:
+        """The request is accepted and has a constraint: it enters at once if that is there, else when it is."""
+        constraint = request.command.constraint
+        assert constraint is not None, "others enter by themselves"
+        if self._compiler is None:
+            self._endings.fail(request, ErrorCode.BAD_REQUEST, "this daemon takes no constraints (grammar.constraints is false)")
+            return
+        ticket = self._compiler.begin(constraint)
+        if ticket is None:
+            message = "too many constraints wait to be compiled (grammar.max_waiting_constraints)"
+            self._endings.fail(request, ErrorCode.OVERLOADED, message, self._endings.retry_after_s(request.priority))
+            return
+        self._compiling[request] = ticket
+        request.is_compiling = True
+        self._look(request, ticket)
+
+    def poll(self) -> None:
+        """Let those enter whose constraints are there by now, and end those for whom there are none."""
+        for request, ticket in list(self._compiling.items()):
+            self._look(request, ticket)
+
+    def _look(self, request: Request, ticket: int) -> None:
+        assert self._compiler is not None, "it gave the ticket"
+        if request.is_over:
+            del self._compiling[request]
+            self._compiler.cancel(ticket)
+            return
+        result = self._compiler.poll(ticket)
+        if result is None:
+            return
+        del self._compiling[request]
+        request.is_compiling = False
+        if isinstance(result, tuple):
+            code, message = result
+            retry_after_s = self._endings.retry_after_s(request.priority) if code is ErrorCode.OVERLOADED else 0.0
+            self._endings.fail(request, code, message, retry_after_s)
+            return
+        request.constraint = result
+        for sequence in request.sequences:
+            sequence.constraint = result.start()
+        self._enter(request)
+
+    # ------------------------------------------------------------------------------------------ samples
+
+    def write_masks(self, plan: StepPlan) -> None:
+        """The masks of the plan's constrained samples. A request that can sample nothing ends; its row runs once more, for nothing."""
+        compiler = self._compiler
+        assert compiler is not None, "a sequence has a constraint"
+        states: list[ConstraintState] = []
+        for sequence, _ in plan.constrained:
+            assert sequence.constraint is not None, "it was planned with one"
+            states.append(sequence.constraint)
+        words = compiler.masks(states, [draft for _, draft in plan.constrained])
+        counts = [1 + len(draft) for _, draft in plan.constrained]
+        num_words = len(words) // (4 * sum(counts))
+        plan.masks = TokenMasks([sequence.row for sequence, _ in plan.constrained], counts, num_words, words)
+        place = 0
+        for (sequence, _), count in zip(plan.constrained, counts, strict=True):
+            if not (sequence.is_over or sequence.request.is_over):
+                self._check(sequence, memoryview(words)[4 * num_words * place :][: 4 * num_words])
+            place += count
+
+    def _check(self, sequence: Sequence, mask: memoryview) -> None:
+        """End what can't go on: the library gave up, or the request's other wishes leave no token."""
+        request, state = sequence.request, sequence.constraint
+        assert state is not None, "it has a mask"
+        command = request.command
+        assert command.constraint is not None, "it has a mask"
+        if problem := state.problem:
+            assert self._compiler is not None, "it has a mask"
+            self._compiler.forget(command.constraint)
+            self._endings.fail(
+                request, ErrorCode.BAD_REQUEST, f"the constraint became too complex after {_num_out(sequence)} tokens: {problem}"
+            )
+            return
+        possible = possible_tokens(command.sampling)
+        if _num_out(sequence) < command.min_tokens:
+            possible &= ~bits(command.stop_token_ids)
+        if possible == _ALL or int.from_bytes(mask, "little") & possible:
+            return
+        if state.is_complete:  # the constraint is stronger than min_tokens
+            self._endings.end_choice(sequence, FinishReason.STOP)
+        else:
+            self._endings.fail(request, ErrorCode.BAD_REQUEST, f"{_CONTRADICTION} after {_num_out(sequence)} tokens")
+
+    def end_if_over(self, sequence: Sequence, token_id: int) -> bool:
+        """The sequence sampled a token; whether that ended its choice, or its request."""
+        state = sequence.constraint
+        assert state is not None, "asked of those that have one"
+        state.advance(token_id)
+        if state.problem:
+            message = f"{_CONTRADICTION}, or bad_words leave none, after {_num_out(sequence) - 1} tokens"
+            self._endings.fail(sequence.request, ErrorCode.BAD_REQUEST, message)
+            return True
+        if state.is_over:
+            self._endings.end_choice(sequence, FinishReason.STOP)
+            return True
+        return False
+
+    def check_invariants(self, requests: list[Request]) -> None:
+        """Whoever waits for a constraint has a ticket."""
+        waiting = {request for request in requests if request.is_compiling}
+        assert waiting == {request for request in self._compiling if not request.is_over}, (
+            "a request waits for a constraint that nobody compiles"
+        )
+        for request in requests:
+            if request.constraint is not None:
+                assert all(sequence.constraint is not None for sequence in request.sequences), "a choice runs without its constraint"
+
+
+_CONTRADICTION = "the constraint allows no token that allowed_token_ids and banned_token_ids leave"
+
+
+def _num_out(sequence: Sequence) -> int:
+    return sequence.num_known - sequence.request.num_prompt_tokens
+
+
+def possible_tokens(sampling: SamplingParams) -> int:
+    """What a request's own lists leave, as bits; all of them are set where it has none."""
+    possible = bits(sampling.allowed_token_ids) if sampling.allowed_token_ids else _ALL
+    return possible & ~bits(sampling.banned_token_ids)
+
+
+def bits(token_ids: tuple[int, ...]) -> int:
+    """A set of tokens as a number: bit j for token j."""
+    if not token_ids:
+        return 0
+    octets = bytearray(max(token_ids) // 8 + 1)
+    for token_id in token_ids:
+        octets[token_id // 8] |= 1 << token_id % 8
+    return int.from_bytes(octets, "little")
