@@ -213,6 +213,8 @@ def _problems(loaded: settings.Settings, report: dict[str, Any]) -> Iterator[str
     if loaded.config.model.executor != "fake":
         try:
             model_store.resolve_model(loaded.config.model.model)
+            if draft := loaded.config.speculative.draft_model:
+                model_store.resolve_model(draft, key="speculative.draft_model")
         except model_store.ModelNotFoundError as error:
             yield str(error)
     if not report["state_dir"]["writable"]:

@@ -75,13 +75,14 @@ def _user_dir(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvd" / "models"
 
 
-def resolve_model(name_or_path: str, *, environ: Mapping[str, str] = os.environ) -> Path:
+def resolve_model(name_or_path: str, *, environ: Mapping[str, str] = os.environ, key: str = "model.model") -> Path:
     """The file or directory that a model's name means.
 
     Args:
         name_or_path: a path of a GGUF file or a Hugging Face directory, a pulled model's name, ``ORG/REPO`` of a pulled repository; empty: the
             default model.
         environ: for the folders.
+        key: the configuration key that holds the name, for the message.
 
     Raises:
         ModelNotFoundError: with the one command that helps, where there is one.
@@ -90,16 +91,16 @@ def resolve_model(name_or_path: str, *, environ: Mapping[str, str] = os.environ)
     path = Path(name).expanduser()
     if _looks_like_path(name) or (name not in WHEEL_MODELS and path.exists()):
         if not path.exists():
-            raise ModelNotFoundError(f"model.model: {path} does not exist")
+            raise ModelNotFoundError(f"{key}: {path} does not exist")
         return _weights_in(path.absolute())
     for directory in search_dirs(environ):
         found = directory / (WHEEL_MODELS[name].file_name if name in WHEEL_MODELS else name)
         if found.exists():
             return _weights_in(found)
     if name in WHEEL_MODELS or name.count("/") == 1:
-        raise ModelNotFoundError(f"model.model: {name} is not on this machine; run: kvd pull {name}", pull_name=name)
+        raise ModelNotFoundError(f"{key}: {name} is not on this machine; run: kvd pull {name}", pull_name=name)
     here = ", ".join(sorted({*WHEEL_MODELS, *(known for known, _ in installed(environ))}))
-    raise ModelNotFoundError(f"model.model: {name!r} is neither a path nor a model that kvd knows ({here})")
+    raise ModelNotFoundError(f"{key}: {name!r} is neither a path nor a model that kvd knows ({here})")
 
 
 def installed(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, Path]]:

@@ -112,11 +112,6 @@ def with_model(loaded: Settings) -> Settings:
         path = pull(error.pull_name)
     config = dataclasses.replace(loaded.config, model=dataclasses.replace(model, model=str(path)))
     if draft := config.speculative.draft_model:
-        try:
-            resolved = str(model_store.resolve_model(draft))
-        except model_store.ModelNotFoundError as error:
-            raise model_store.ModelNotFoundError(
-                str(error).replace("model.model:", "speculative.draft_model:", 1), pull_name=error.pull_name
-            ) from error
-        config = dataclasses.replace(config, speculative=dataclasses.replace(config.speculative, draft_model=resolved))
+        resolved = model_store.resolve_model(draft, key="speculative.draft_model")
+        config = dataclasses.replace(config, speculative=dataclasses.replace(config.speculative, draft_model=str(resolved)))
     return Settings(config, loaded.origins)

@@ -346,6 +346,8 @@ def test_where_models_are_found(tmp_path):
     assert model_store.resolve_model("org/repo", environ=environ) == repository
     with pytest.raises(ModelNotFoundError, match="does not exist"):
         model_store.resolve_model("/absent/model.gguf", environ=environ)
+    with pytest.raises(ModelNotFoundError, match=r"^speculative\.draft_model: 'gpt-9' is neither"):
+        model_store.resolve_model("gpt-9", environ=environ, key="speculative.draft_model")
     with pytest.raises(ModelNotFoundError, match="smollm2"):
         model_store.resolve_model("gpt-9", environ=environ)
 

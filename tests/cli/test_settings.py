@@ -169,6 +169,7 @@ def test_a_missing_file_is_named(tmp_path):
         ({}, {"KVD_MAX_PINNED_FRACTION": "1.5"}, ["cache.max_pinned_fraction", "0 to 1", "env KVD_MAX_PINNED_FRACTION"]),
         ({}, {"KVD_MAX_RUNING": "3"}, ["KVD_MAX_RUNING", "did you mean KVD_MAX_RUNNING?"]),
         ({"dtype": "float16", "device": "cpu"}, {}, ["model.dtype", "flag --dtype", "flag --device"]),
+        ({"executor": "fake", "draft_model": "smollm2"}, {}, ["speculative.draft_model", "flag --draft-model", "flag --executor"]),
         ({"curve_key_file": "/k"}, {}, ["curve_clients_file is missing"]),
         ({"curve_clients_file": "/k"}, {}, ["curve_key_file is missing"]),
         ({"wal_segment_bytes": "64MiB"}, {}, ["storage.wal_max_bytes", "two segments"]),
