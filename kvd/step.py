@@ -150,7 +150,7 @@ class ExecutorOutput:
     """What a step sampled, as columns: entry i is ``token_ids[i]`` of choice ``choices[i]`` in row ``rows[i]``.
 
     A row may have several entries: one for each choice at its first sample, or one for each token kept where it drafted. ``logprobs`` is None when no row asked, else has one
-    entry (or None) a sample. ``failed_rows`` had non-finite logits: they have no entries.
+    entry (or None) a sample. ``failed_rows`` had non-finite logits, or are ``stuck_rows``: they have no entries.
     """
 
     step: int
@@ -159,6 +159,8 @@ class ExecutorOutput:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     failed_rows: tuple[int, ...] = ()
+    stuck_rows: tuple[int, ...] = ()
+    """Those of ``failed_rows`` whose rules (allowed and banned tokens, bad words, masks) left nothing to sample, in this step."""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     short_drafts: tuple[tuple[int, int], ...] = ()
     """(row, tokens that the draft model proposed) of rows for which it proposed fewer than asked; the others of the row's positions were not computed."""

@@ -262,7 +262,7 @@ class DraftModel:
         finite = finite_rows(logits)
         if not finite.all():
             logits[torch.from_numpy(~finite).to(logits.device)] = 0.0
-        draws, _ = self._sampling.draws(rows, positions)
+        draws, _ = self._sampling.draws(rows, positions, self._batch.token_ids)
         token_ids = sample(logits, replace(draws, num_logprobs=np.full(len(rows), -1)), self._counts).token_ids
         counted = finite & draws.penalised
         if counted.any():

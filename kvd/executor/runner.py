@@ -14,9 +14,9 @@ from kvd.executor.draft import DraftModel
 from kvd.executor.input_batch import InputBatch, StepRows
 from kvd.executor.kv_pool import KvPool, KvShape, PoolRows
 from kvd.executor.row_adapters import RowAdapters
-from kvd.executor.sampling.columns import SamplingColumns
+from kvd.executor.sampling.columns import Draws, SamplingColumns
 from kvd.executor.sampling.penalties import TokenCounts
-from kvd.executor.sampling.sampler import sample
+from kvd.executor.sampling.sampler import Sampled, sample
 from kvd.executor.step_model import StepDecoder, StepHidden, StepModel, TorchModel, finite_rows
 from kvd.step import ContinuedRows, ExecutorOutput, SchedulerOutput, StartedRow
 from kvd.types import BlockId, SamplingParams, pack_tokens
@@ -184,16 +184,40 @@ class ModelRunner:
             if not len(wanted):
                 return ExecutorOutput(step, [], [], [])
         sampled_rows = rows.rows[wanted]
-        draws, index = self._sampling.draws(sampled_rows, batch.num_known[sampled_rows])
+        draws, index = self._sampling.draws(sampled_rows, batch.num_known[sampled_rows], batch.token_ids)
         if len(draws.row) > len(wanted):
             logits = logits[self._to_device(index)]
         sampled = sample(logits, draws, self._counts)
         own = np.flatnonzero(np.diff(index, prepend=-1))  # a row's first draw is its own choice
+        if sampled.stuck is not None:
+            return self._drop_stuck(step, draws, sampled, own)
         batch.append(sampled_rows, sampled.token_ids[own])
         counted = own[draws.penalised[own]]
         if len(counted):
             self._counts.add(draws.row[counted], sampled.token_ids[counted])
         return ExecutorOutput(step, draws.row.tolist(), draws.choice.tolist(), sampled.token_ids.tolist(), sampled.logprobs)
+
+    def _drop_stuck(self, step: int, draws: Draws, sampled: Sampled, own: np.ndarray) -> ExecutorOutput:
+        """Rows whose rules left nothing to sample, for one choice at least, fail; the others go on."""
+        assert sampled.stuck is not None, "somebody is stuck"
+        stuck_rows = np.unique(draws.row[sampled.stuck])
+        self._batch.failed[stuck_rows] = True
+        goes_on = ~np.isin(draws.row, stuck_rows)
+        own = own[goes_on[own]]
+        self._batch.append(draws.row[own], sampled.token_ids[own])
+        counted = own[draws.penalised[own]]
+        if len(counted):
+            self._counts.add(draws.row[counted], sampled.token_ids[counted])
+        kept = np.flatnonzero(goes_on)
+        logprobs = None if sampled.logprobs is None else [sampled.logprobs[draw] for draw in kept]
+        return ExecutorOutput(
+            step,
+            draws.row[kept].tolist(),
+            draws.choice[kept].tolist(),
+            sampled.token_ids[kept].tolist(),
+            logprobs,
+            stuck_rows=tuple(stuck_rows.tolist()),
+        )
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._pool.device)

@@ -52,7 +52,10 @@ class Batch:
     def draw(self, logits, extra_positions=0):
         numbers = np.array([row.row for row in self.rows])
         positions = np.array([len(row.token_ids) // 4 for row in self.rows]) + extra_positions
-        draws, index = self.columns.draws(numbers, positions)
+        known = np.zeros((max(numbers) + 1, 64), dtype=np.int32)
+        for row in self.rows:
+            known[row.row, : len(row.token_ids) // 4] = np.frombuffer(row.token_ids, dtype="<u4")
+        draws, index = self.columns.draws(numbers, positions, known)
         return sample(logits[torch.from_numpy(index)].clone(), draws, self.counts), draws
 
 
@@ -157,7 +160,7 @@ def test_frequencies_over_many_seeds_are_the_distribution(sampling):
     columns = SamplingColumns(count)
     for number in range(count):
         columns.start(started(number, SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed=number)))
-    draws, _ = columns.draws(np.arange(count), np.full(count, 3))
+    draws, _ = columns.draws(np.arange(count), np.full(count, 3), np.zeros((count, 4), dtype=np.int32))
     sampled = sample(logits.expand(count, vocab_size).clone(), draws, TokenCounts(1, vocab_size, CPU))
     observed = np.bincount(sampled.token_ids, minlength=vocab_size)
     assert observed[~kept].sum() == 0

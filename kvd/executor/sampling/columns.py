@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvd.executor.sampling.rules import DrawRules, TokenRules
 from kvd.step import StartedRow
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
@@ -37,8 +38,8 @@ class Draws:
     """-1 for none."""
     penalised: np.ndarray
     """bool: some penalty is not neutral."""
-    banned: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(draw, token ids that may not be drawn)."""
+    rules: DrawRules | None = None
+    """Bias, and what may be drawn; None: nothing of it anywhere."""
 
 
 class SamplingColumns:
@@ -51,11 +52,10 @@ class SamplingColumns:
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
         self._penalised = np.zeros(max_rows, dtype=bool)
         self._plain = np.zeros(max_rows, dtype=bool)
-        """Greedy, without log-probabilities and penalties."""
+        """Greedy, without log-probabilities, penalties and lasting rules."""
         self._choice = np.zeros(max_rows, dtype=np.int64)
         self._num_choices = np.ones(max_rows, dtype=np.int64)
-        self._unban_at = np.zeros(max_rows, dtype=np.int64)
-        self._banned: dict[int, tuple[int, ...]] = {}
+        self._rules = TokenRules(max_rows)
 
     def start(self, started: StartedRow) -> None:
         """Note the parameters of a row that begins."""
@@ -68,23 +68,21 @@ class SamplingColumns:
         self._seed[row] = sampling.seed & (1 << 64) - 1
         self._num_logprobs[row] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
         self._penalised[row] = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
-        self._plain[row] = self._floats["temperature"][row] == 0 and self._num_logprobs[row] < 0 and not self._penalised[row]
+        self._rules.start(started)
+        asks_more = self._num_logprobs[row] >= 0 or self._penalised[row] or self._rules.always[row]
+        self._plain[row] = self._floats["temperature"][row] == 0 and not asks_more
         self._choice[row] = started.choice
         self._num_choices[row] = started.num_choices
-        self._unban_at[row] = started.num_prompt_tokens + started.min_tokens
-        self._banned.pop(row, None)
-        if started.banned_token_ids and started.min_tokens:
-            self._banned[row] = started.banned_token_ids
 
     def penalised(self, row: int) -> bool:
         """Whether the row needs its tokens counted."""
         return bool(self._penalised[row])
 
     def are_plain(self, rows: np.ndarray, positions: np.ndarray) -> bool:
-        """Whether all ``rows`` are greedy at ``positions`` and ask for nothing else: no log-probabilities, no penalty, no ban, no second choice."""
+        """Whether all ``rows`` are greedy at ``positions`` and ask for nothing else: no log-probabilities, no penalty, no rule, no second choice."""
         if not self._plain[rows].all() or (self._num_choices[rows] > 1).any():
             return False
-        return not self._banned or bool((positions >= self._unban_at[rows]).all())
+        return not self._rules.hold(rows, positions)
 
     def are_untruncated(self, rows: np.ndarray, positions: np.ndarray) -> bool:
         """As ``are_plain``, but for rows that draw from all of their distribution too."""
@@ -93,7 +91,7 @@ class SamplingColumns:
             (self._top_k[rows] > 0) | (floats["top_p"][rows] < 1) | (floats["min_p"][rows] > 0)
         )
         asks_more = is_truncated | self._penalised[rows] | (self._num_logprobs[rows] >= 0) | (self._num_choices[rows] > 1)
-        return not asks_more.any() and (not self._banned or bool((positions >= self._unban_at[rows]).all()))
+        return not asks_more.any() and not self._rules.hold(rows, positions)
 
     def randomness(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Temperatures float32 (0 for greedy), seeds uint64 and choices int64 of the rows."""
@@ -104,10 +102,10 @@ class SamplingColumns:
         choices: list[int] = self._choice[rows].tolist()
         return choices
 
-    def draws(self, rows: np.ndarray, positions: np.ndarray) -> tuple[Draws, np.ndarray]:
+    def draws(self, rows: np.ndarray, positions: np.ndarray, known: np.ndarray) -> tuple[Draws, np.ndarray]:
         """The draws of ``rows`` at ``positions``, one a choice, and for each draw the index of its row among ``rows``.
 
-        Choices beyond a row's own are drawn once, at its first sample.
+        Choices beyond a row's own are drawn once, at its first sample. ``known [max_rows, positions]`` holds the rows' tokens before their positions.
         """
         counts = self._num_choices[rows]
         index = np.repeat(np.arange(len(rows)), counts)
@@ -115,10 +113,6 @@ class SamplingColumns:
         row = rows[index]
         position = positions[index]
         nth = np.arange(len(index)) - (np.cumsum(counts) - counts)[index]
-        banned: tuple[tuple[int, tuple[int, ...]], ...] = ()
-        if self._banned:
-            short = np.flatnonzero(position < self._unban_at[row])
-            banned = tuple((int(draw), self._banned[int(row[draw])]) for draw in short if int(row[draw]) in self._banned)
         draws = Draws(
             row=row,
             choice=self._choice[row] + nth,
@@ -127,7 +121,7 @@ class SamplingColumns:
             seed=self._seed[row],
             num_logprobs=self._num_logprobs[row],
             penalised=self._penalised[row],
-            banned=banned,
+            rules=self._rules.of(row, position, known),
             **{name: column[row] for name, column in self._floats.items()},
         )
         return draws, index

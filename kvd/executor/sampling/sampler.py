@@ -1,4 +1,4 @@
-"""From logits to token ids, N draws at once: penalties, bans, temperature, truncation, Gumbel-max.
+"""From logits to token ids, N draws at once: penalties, bias, what may be drawn, temperature, truncation, Gumbel-max.
 
 Greedy draws take the largest logit, the lowest id among equals. Others take the largest ``log p + Gumbel noise`` over the kept ids, which is
 a draw from the kept distribution (Gumbel 1954; Maddison et al., "A* sampling", 2014). What is kept: ``top_k``, of that ``top_p``, of that ``min_p``, all after
@@ -32,21 +32,42 @@ class Sampled:
 
     token_ids: np.ndarray
     logprobs: list[TokenLogprobs | None] | None
+    stuck: np.ndarray | None = None
+    """bool ``[N]``: draws for which the rules left nothing, so that their ids say nothing; None: nobody's."""
 
 
 def sample(logits: Tensor, draws: Draws, counts: TokenCounts) -> Sampled:
     """Draw from float32 ``logits [N, V]``, finite, one row a draw. ``logits`` is used up.
 
-    Log-probabilities are those of the model's own distribution: before penalties, bans, temperature and truncation.
+    Log-probabilities are those of the model's own distribution: before penalties, rules, temperature and truncation.
     """
     asked = np.flatnonzero(draws.num_logprobs >= 0)
     raw = torch.log_softmax(logits[_to(logits, asked)], dim=-1) if len(asked) else None
+    stuck = shape(logits, draws, counts)
+    chosen = _choose(logits, draws).cpu().numpy()
+    return Sampled(chosen, None if raw is None else _logprobs(raw, asked, chosen, draws.num_logprobs), stuck)
+
+
+def shape(logits: Tensor, draws: Draws, counts: TokenCounts) -> np.ndarray | None:
+    """What comes before temperature, in place on ``logits [N, V]``: penalties, then biases, then minus infinity for what may not be drawn.
+
+    Returns bool ``[N]``: draws for which nothing is left, whose logits are 0 from here on; None where there are none.
+    """
     if draws.penalised.any():
         counts.apply(logits, draws)
-    for draw, banned in draws.banned:
-        logits[draw, list(banned)] = float("-inf")
-    chosen = _choose(logits, draws).cpu().numpy()
-    return Sampled(chosen, None if raw is None else _logprobs(raw, asked, chosen, draws.num_logprobs))
+    rules = draws.rules
+    if rules is None:
+        return None
+    rules.bias(logits)
+    rules.forbid(logits)
+    restricted = rules.restricted
+    nothing_left = (logits[_to(logits, restricted)].amax(dim=-1) == float("-inf")).cpu().numpy()
+    if not nothing_left.any():
+        return None
+    stuck = np.zeros(len(logits), dtype=bool)
+    stuck[restricted[nothing_left]] = True
+    logits[_to(logits, np.flatnonzero(stuck))] = 0
+    return stuck
 
 
 def _choose(logits: Tensor, draws: Draws) -> Tensor:
