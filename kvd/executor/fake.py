@@ -9,7 +9,6 @@ the byte-level vocabulary: ids 0..255 are bytes, 256 ends a sequence. It writes 
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 import zlib
 from array import array
@@ -17,7 +16,8 @@ from collections.abc import Sequence
 
 from kvd.executor.adapter_files import AdapterFiles
 from kvd.executor.adapter_store import PackedAdapter
-from kvd.executor.fake_sampling import EOS_TOKEN_ID, VOCAB_SIZE, distribution, greedy, noise
+from kvd.executor.fake_rules import FakeRules
+from kvd.executor.fake_sampling import EOS_TOKEN_ID, VOCAB_SIZE, NothingLeftError, distribution, greedy, noise
 from kvd.step import ExecutorOutput, SchedulerOutput, SharedRuns, StartedRow
 from kvd.types import BlockId, KvGroup, SamplingParams, TokenLogprobs, unpack_tokens
 
@@ -36,16 +36,15 @@ class _Row:
 
     __slots__ = (
         "adapter",
-        "banned",
         "block_ids",
         "choice",
         "failed",
         "num_choices",
         "num_computed",
         "num_prompt_tokens",
+        "rules",
         "sampling",
         "token_ids",
-        "unban_at",
     )
 
     def __init__(self, started: StartedRow) -> None:
@@ -56,8 +55,7 @@ class _Row:
         self.sampling: SamplingParams = started.sampling
         self.choice = started.choice
         self.num_choices = started.num_choices
-        self.banned = frozenset(started.banned_token_ids)
-        self.unban_at = started.num_prompt_tokens + started.min_tokens
+        self.rules = FakeRules(started)
         self.failed = False
         self.adapter = started.adapter
 
@@ -245,6 +243,7 @@ class FakeRunner:
     def _sample(self, step: int, work: list[tuple[int, _Row, int]]) -> ExecutorOutput:
         output = ExecutorOutput(step, [], [], [])
         failed: list[int] = []
+        stuck: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for row, state, _ in work:
             reached = state.num_computed == len(state.token_ids)
@@ -257,25 +256,32 @@ class FakeRunner:
                 continue
             digest = self._context_digest(state)
             for choice in range(state.choice, state.choice + state.num_choices):
-                token_id, logprob = _next_token(state, digest, choice)
+                try:
+                    token_id, logprob = _next_token(state, digest, choice)
+                except NothingLeftError:  # for the first choice if for any: all have the same context
+                    state.failed = True
+                    stuck.append(row)
+                    break
                 output.rows.append(row)
                 output.choices.append(choice)
                 output.token_ids.append(token_id)
                 logprobs.append(logprob)
-            state.token_ids.append(output.token_ids[-state.num_choices])
+            state.token_ids.append(0 if state.failed else output.token_ids[-state.num_choices])
             state.num_choices = 1
         asked = any(entry is not None for entry in logprobs)
-        return ExecutorOutput(step, output.rows, output.choices, output.token_ids, logprobs if asked else None, tuple(failed))
+        return ExecutorOutput(
+            step, output.rows, output.choices, output.token_ids, logprobs if asked else None, (*failed, *stuck), stuck_rows=tuple(stuck)
+        )
 
 
 def _next_token(state: _Row, digest: bytes, choice: int) -> tuple[int, TokenLogprobs | None]:
     """Greedy: a function of the context alone. Else a draw, by noise that the seed, the choice and the position give. Its log-probability, if the row asks."""
     sampling, position = state.sampling, len(state.token_ids)
-    banned = state.banned if position < state.unban_at else frozenset()
+    change = state.rules.at(state.token_ids)
     is_greedy = sampling.temperature <= 0
-    if is_greedy and sampling.num_logprobs is None:
-        return greedy(digest, banned), None
+    if is_greedy and change is None and sampling.num_logprobs is None:
+        return greedy(digest), None
     said = distribution(digest)
-    allowed = said.adjusted(lambda token_id, logprob: -math.inf if token_id in banned else logprob) if banned else said
+    allowed = said if change is None else said.adjusted(change)
     token_id = allowed.greedy if is_greedy else allowed.draw(sampling.temperature, noise(sampling.seed, choice, position))
     return token_id, None if sampling.num_logprobs is None else said.described(token_id, sampling.num_logprobs)

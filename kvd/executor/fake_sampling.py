@@ -32,6 +32,10 @@ _DRAWN_FROM = 20.0
 """Nats below the most likely token at which nothing is drawn any more."""
 
 
+class NothingLeftError(Exception):
+    """No token may follow."""
+
+
 class Distribution:
     """Tokens, the most likely first, and the log-probability (nats) of each; normalised over all of them."""
 
@@ -54,9 +58,15 @@ class Distribution:
         return TokenLogprobs(token_id, self.logprob(token_id), top)
 
     def adjusted(self, change: Callable[[int, float], float]) -> Distribution:
-        """``change(token_id, logprob)`` in the place of each log-probability; minus infinity takes a token out. At least one stays."""
+        """``change(token_id, logprob)`` in the place of each log-probability; minus infinity takes a token out.
+
+        Raises:
+            NothingLeftError: it takes out every token.
+        """
         changed = [(change(token_id, logprob), token_id) for token_id, logprob in zip(self.token_ids, self.logprobs, strict=True)]
         kept = sorted((entry for entry in changed if entry[0] > -math.inf), key=lambda entry: -entry[0])
+        if not kept:
+            raise NothingLeftError
         total = kept[0][0] + math.log(sum(math.exp(weight - kept[0][0]) for weight, _ in kept))
         return Distribution(tuple(token_id for _, token_id in kept), [weight - total for weight, _ in kept])
 
