@@ -58,8 +58,11 @@ class RunTree:
         assert row not in self._places, "a row begins once"
         run = self._descend(self._root, block_ids, num_blocks)
         self._hang(run, row, block_ids)
-        if run.parent is not None:  # if every row of the run above came along, it is one with this
-            self._dissolve_if_superfluous(run.parent)
+        above = run.parent
+        while above is not None:  # a run all of whose rows came along is one with that below it
+            above_that = above.parent
+            self._dissolve_if_superfluous(above)
+            above = above_that
 
     def remove(self, row: int) -> None:
         """A row ends; nothing if it is not there."""

@@ -133,6 +133,15 @@ def test_a_run_whose_rows_all_go_on_together_stays_one():
     assert runs_of(tree) == [(0, 2, [0, 1, 2])]
 
 
+def test_a_run_whose_rows_all_go_on_is_one_with_that_below_though_some_end_there():
+    tree = RunTree(1)
+    tables = {0: [0, 1, 2], 1: [0, 1], 2: [0, 1, 2]}
+    for row, num_blocks in ((0, 0), (1, 1), (2, 3)):
+        tree.add(row, tables[row], num_blocks)
+    tree.check_invariants({row: (table, len(table)) for row, table in tables.items()})
+    assert runs_of(tree) == [(0, 2, [0, 1, 2]), (2, 3, [0, 2])]
+
+
 def test_runs_begin_and_end_with_tiles():
     tree = RunTree(4)
     tree.add(0, list(range(20)), 0)
