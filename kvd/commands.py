@@ -29,6 +29,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     template_args: dict[str, Any] = {}
     tenant_salt: bytes = b""
     adapter: bytes = b""
+    adapter_name: str = ""
+    """What names the adapter: at a start its digest is that of what stands under the name then."""
     priority: int = 50
     created_unix_s: float = 0.0
     expires_unix_s: float = 0.0
@@ -63,7 +65,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Seconds from the request's end after which ``cache_priority`` counts no more; 0: it counts for ever."""
     tenant_salt: bytes = b""
     adapter: bytes = b""
-    """Digest of a LoRA adapter; empty: the base model."""
+    """Digest of a LoRA adapter; empty: the base model, or what ``adapter_name`` is the name of."""
+    adapter_name: str = ""
     tenant: str = ""
     """Whose tokens it counts to, between tenants that wait."""
     priority: int = 0
@@ -112,6 +115,45 @@ class PinPrefix(msgspec.Struct, frozen=True, tag=True):
 class Unpin(msgspec.Struct, frozen=True, tag=True):
     op_id: bytes
     name: str
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Read an adapter from its directory, again if it is loaded. Answered by ``OpDone`` when requests run with what was read."""
+
+    op_id: bytes
+    name: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Let an adapter go, when the requests that run with it are over. Answered at once."""
+
+    op_id: bytes
+    name: str
+
+
+class ListAdapters(msgspec.Struct, frozen=True, tag=True):
+    """Answered by ``OpDone`` with the adapters that are loaded or on disk."""
+
+    op_id: bytes
+
+
+class AdapterRead(msgspec.Struct, frozen=True, tag=True):
+    """From the executor: the read ``read_id`` of an adapter is over. ``error``: why there is none; ``is_missing``: because there is none of that name."""
+
+    read_id: int
+    digest: bytes = b""
+    rank: int = 0
+    num_bytes: int = 0
+    error: str = ""
+    is_missing: bool = False
+
+
+class AdapterNames(msgspec.Struct, frozen=True, tag=True):
+    """From the executor: the adapters on disk, for the operation ``op_id``."""
+
+    op_id: bytes
+    names: tuple[str, ...] = ()
+    error: str = ""
 
 
 class Query(msgspec.Struct, frozen=True, tag=True):
@@ -182,6 +224,10 @@ class LoadDone(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
+class ConstraintCompiled(msgspec.Struct, frozen=True, tag=True):
+    """From the grammar room: a constraint has been compiled, or refused; look which."""
+
+
 Command = (
     Submit
     | Abort
@@ -190,6 +236,11 @@ Command = (
     | PinPrefix
     | Unpin
     | ForgetPrefixes
+    | LoadAdapter
+    | UnloadAdapter
+    | ListAdapters
+    | AdapterRead
+    | AdapterNames
     | Query
     | CheckpointNow
     | Drain
@@ -197,6 +248,7 @@ Command = (
     | CheckpointDone
     | ForgetDone
     | LoadDone
+    | ConstraintCompiled
 )
 
 # ---------------------------------------------------------------------------------------------- engine to edge

@@ -120,6 +120,20 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptersConfig:
+    """LoRA adapters."""
+
+    adapter_dir: str = key(
+        "",
+        "Directory of LoRA adapters: each subdirectory with PEFT's `adapter_config.json` and `adapter_model.safetensors` is one, and its name is what requests name; empty: none",
+    )
+    max_adapters: int = key(
+        4, "Adapters loaded at once; for another one the one that was idle longest makes room, and where all are in use its requests wait"
+    )
+    max_adapter_rank: int = key(64, "Largest rank of an adapter's matrices; with `max_adapters` it bounds their memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The loop."""
 
@@ -232,6 +246,7 @@ class DaemonConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)

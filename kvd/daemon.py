@@ -22,10 +22,12 @@ from types import FrameType, MappingProxyType
 
 import structlog
 
+from kvd.adapter_opening import open_adapters
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager, eviction_policy
 from kvd.commands import Hello, Recipe, Snapshot, Stopped
 from kvd.config import ConfigError, DaemonConfig
+from kvd.engine.adapters import Adapters
 from kvd.engine.clock import SystemClock
 from kvd.engine.loading import Loading, StartThread
 from kvd.engine.loop import EngineLoop, LoopEnd, StartWork, State
@@ -33,6 +35,7 @@ from kvd.engine.pins import Pins
 from kvd.engine.reports import Reports, StartFacts, starting_report
 from kvd.engine.service_manager import ServiceManager
 from kvd.engine.start_progress import StartProgress
+from kvd.executor.adapter_store import AdapterStore
 from kvd.executor.head_start import HeadStart
 from kvd.executor.models.spec import ModelError, ModelSpec
 from kvd.frontend import Frontend, start_frontend
@@ -156,6 +159,7 @@ class Daemon:
         self._loop: EngineLoop | None = None
         self._loading: Loading | None = None
         self._rehydrating: StartThread[_Restored] | None = None
+        self._adapter_store: AdapterStore | None = None
         self._head_start = HeadStart()
         self._progress = StartProgress(self._manager.progress, lambda: self._publish(State.REHYDRATING), self._clock)
         self._num_signals = 0
@@ -289,6 +293,7 @@ class Daemon:
                 block_size_tokens=config.cache.block_size_tokens,
             )
         self._facts.startup["store_open"] = self._since(started)
+        self._adapter_store = open_adapters(config.adapters, engine.adapters, self._inbox)
         work = self._rehydrate(storage, engine, cache)
         fingerprint = engine.fingerprint
         # A sequence that fills the whole pool is the longest that can ever run.
@@ -306,13 +311,21 @@ class Daemon:
             shared_tile_tokens=engine.shared_tile_tokens,
             cold_tier=storage.cold_tier,
         )
-        pins = Pins(cache=cache, scheduler=scheduler, recipes=storage.recipe_book, observer=storage, namespace_of=namespace_of)
+        adapters = Adapters(
+            scheduler=scheduler,
+            source=self._adapter_store,
+            clock=self._clock,
+            max_adapters=config.adapters.max_adapters,
+            max_waiting=config.scheduler.max_waiting,
+        )
+        pins = Pins(cache=cache, adapters=adapters, recipes=storage.recipe_book, observer=storage, namespace_of=namespace_of)
         reports = Reports(
             facts=self._facts,
             scheduler=scheduler,
             cache=cache,
             observer=storage,
             pins=pins,
+            adapters=adapters,
             clock=self._clock,
             executor_stats=lambda: engine.facts,
         )
@@ -337,6 +350,7 @@ class Daemon:
             executor=engine.executor,
             observer=storage,
             pins=pins,
+            adapters=adapters,
             reports=reports,
             clock=self._clock,
             max_steps_in_flight=config.engine.max_steps_in_flight or engine.max_steps_in_flight,
@@ -407,6 +421,7 @@ class Daemon:
             load_text=self._load_text,
             vocab_size=engine.vocab_size,
             template_date=self._config.transport.template_date,
+            adapter_digest=None if self._adapter_store is None else self._adapter_store.digest_of,
             log=self._log,
         )
         return _Restored(report, recipes, not_computed)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvd.config import ConfigError, DaemonConfig, ModelConfig
+from kvd.executor.adapter_store import AdapterTarget
 from kvd.executor.fake import FakeRunner
 from kvd.executor.head_start import HeadStart, begin
 from kvd.executor.host_cores import compute_threads
@@ -38,6 +39,8 @@ class OpenEngine:
     max_model_len: int
     vocab_size: int
     executor: ExecutorThread
+    adapters: AdapterTarget
+    """Takes LoRA adapters once the weights are there."""
     load: Callable[[Callable[[int, int], None]], None]
     max_steps_in_flight: int
     """What ``engine.max_steps_in_flight`` 0 means."""
@@ -141,6 +144,7 @@ def _open_fake(config: DaemonConfig) -> OpenEngine:
         max_model_len=model.max_model_len or _FAKE_MODEL_LEN,
         vocab_size=257,
         executor=ExecutorThread(runner),
+        adapters=runner,
         load=lambda _: None,
         max_steps_in_flight=1,
         shared_tile_tokens=TILE_TOKENS,
@@ -170,6 +174,9 @@ def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path, 
         head_start=head_start,
         draft=describe_draft(config),
     )
+    opened.adapters.max_rank = config.adapters.max_adapter_rank
+    if config.adapters.adapter_dir and opened.adapters.why_not:
+        raise ConfigError(f"adapter_dir: {opened.adapters.why_not}")
     opened.times.update(torch_import=opened_s - begun_s, pool_and_fingerprint=time.monotonic() - opened_s)
     runner: Runner = opened.runner
     return OpenEngine(
@@ -179,6 +186,7 @@ def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path, 
         max_model_len=opened.max_model_len,
         vocab_size=opened.spec.vocab_size,
         executor=ExecutorThread(runner, opened.host_memory),
+        adapters=opened.adapters,
         load=opened.load,
         times=opened.times,
         draft={} if opened.draft is None else _draft_facts(opened.draft),

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvd.commands import Recipe, Submit
+from kvd.executor.adapter_files import AdapterError
 from kvd.storage.rehydration_report import RehydrationReport
 from kvd.text.errors import TextError
 from kvd.text.model import TextModel
@@ -27,9 +28,10 @@ def current_recipes(
     load_text: Callable[[], TextModel],
     vocab_size: int,
     template_date: str,
+    adapter_digest: Callable[[str], bytes] | None,
     log: Log,
 ) -> tuple[dict[str, Recipe], dict[str, str]]:
-    """The recipes with the ids that this model's text side gives them today; and those that are not to be computed, with the reason."""
+    """The recipes with the ids that this model's text side and the digests that the adapters on disk give them today; and those that are not to be computed, with the reason."""
     if not recipes:
         return {}, {}
     if not (report.recompute_pins or report.failed_computations):  # starts that died: not even their templates are touched
@@ -39,13 +41,14 @@ def current_recipes(
     current, not_computed = {}, {}
     for name, recipe in recipes.items():
         try:
-            rendered = msgspec.structs.replace(recipe, token_ids=_render(recipe, text, template_date))
-            _check_ids(rendered.token_ids, vocab_size)
-        except TextError as error:
+            token_ids, adapter = _render(recipe, text, template_date), _adapter(recipe, adapter_digest)
+            rendered = msgspec.structs.replace(recipe, token_ids=token_ids, adapter=adapter)
+            _check_ids(token_ids, vocab_size)
+        except (TextError, AdapterError) as error:
             not_computed[name] = str(error)
             log.warning("pin_not_computed", name=name, reason=str(error))
             continue
-        if not report.recompute_pins and (name in report.pins_pending or rendered.token_ids != recipe.token_ids):
+        if not report.recompute_pins and (name in report.pins_pending or rendered != recipe):
             not_computed[name] = (
                 f"not computed, for the executor failed in {report.failed_computations} starts that computed pins; pin it again"
             )
@@ -78,6 +81,19 @@ def _check_ids(token_ids: bytes, vocab_size: int) -> None:
     highest = max(unpack_tokens(token_ids), default=0)
     if highest >= vocab_size:
         raise TextError(f"token id {highest} is beyond the model's vocabulary of {vocab_size}")
+
+
+def _adapter(recipe: Recipe, adapter_digest: Callable[[str], bytes] | None) -> bytes:
+    """The digest of what the recipe's adapter is today.
+
+    Raises:
+        AdapterError: it is not there any more, or can't be read.
+    """
+    if not recipe.adapter_name:
+        return recipe.adapter
+    if adapter_digest is None:
+        raise AdapterError(f"it needs the adapter {recipe.adapter_name}, and the daemon was started without adapter_dir")
+    return adapter_digest(recipe.adapter_name)
 
 
 def _render(recipe: Recipe, text: TextModel, template_date: str) -> bytes:

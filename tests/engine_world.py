@@ -18,6 +18,7 @@ from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager
 from kvd.commands import CheckpointDone, Drain, ForgetDone, PinPrefix, Recipe, RecipeDurable, Submit
 from kvd.config import SchedulerConfig
+from kvd.engine.adapters import Adapters
 from kvd.engine.loop import EngineLoop, LoopEnd, StartWork, State
 from kvd.engine.pins import Pins
 from kvd.engine.reports import Reports, StartFacts
@@ -308,6 +309,8 @@ class World:
         *,
         num_blocks=64,
         max_steps_in_flight=1,
+        make_adapters=None,
+        max_adapters=2,
         max_model_len=256,
         max_pinned_fraction=0.5,
         is_lazy=False,
@@ -339,7 +342,14 @@ class World:
         self.start_recipes = {each.name: each for each in recipes}
         self.book = FakeBook(self.inbox, self.start_recipes)
         self.store = FakeStore(self)
-        self.pins = Pins(cache=self.cache, scheduler=self.scheduler, recipes=self.book, observer=self.store, namespace_of=namespace_of)
+        self.adapters = Adapters(
+            scheduler=self.scheduler,
+            source=None if make_adapters is None else make_adapters(self),
+            clock=self.clock,
+            max_adapters=max_adapters,
+            max_waiting=self.config.max_waiting,
+        )
+        self.pins = Pins(cache=self.cache, adapters=self.adapters, recipes=self.book, observer=self.store, namespace_of=namespace_of)
         self.executor = (
             SyncExecutor(self.runner, is_lazy=is_lazy, max_in_flight=max_steps_in_flight)
             if make_executor is None
@@ -354,6 +364,7 @@ class World:
             cache=self.cache,
             observer=self.store,
             pins=self.pins,
+            adapters=self.adapters,
             clock=self.clock,
             executor_stats=lambda: {"executor": "fake"},
         )
@@ -368,6 +379,7 @@ class World:
             executor=self.executor,
             observer=self.store,
             pins=self.pins,
+            adapters=self.adapters,
             reports=self.reports,
             clock=self.clock,
             max_steps_in_flight=max_steps_in_flight,

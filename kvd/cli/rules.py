@@ -90,6 +90,7 @@ _BY_NAME: Mapping[str, Rule] = MappingProxyType(
         "eviction_policy": _one_of("cost", "lru"),
         "max_pinned_fraction": _between(0, 1),
         "max_loading_fraction": _between(0, 1),
+        "max_adapter_rank": _between(1, 1024),
         "max_steps_in_flight": _between(0, 2),
         "drain_timeout_s": _at_least(0),
         "listen": Rule("`ipc:///PATH` (at most 107 bytes of path), `tcp://HOST:PORT`", lambda value: all(map(_is_endpoint, value))),

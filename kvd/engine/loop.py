@@ -23,6 +23,8 @@ from kvd.cache.events import BlockOrigin
 from kvd.cache.manager import CacheManager
 from kvd.commands import (
     Abort,
+    AdapterNames,
+    AdapterRead,
     CheckpointDone,
     CheckpointNow,
     Command,
@@ -32,6 +34,8 @@ from kvd.commands import (
     ForgetDone,
     ForgetPrefixes,
     Grant,
+    ListAdapters,
+    LoadAdapter,
     LoadDone,
     OpDone,
     OpFailed,
@@ -44,8 +48,10 @@ from kvd.commands import (
     Snapshot,
     Submit,
     TokensOut,
+    UnloadAdapter,
     Unpin,
 )
+from kvd.engine.adapters import Adapters
 from kvd.engine.forgetting import Forgetting
 from kvd.engine.pins import Pins
 from kvd.engine.ports import CacheObserver, Clock, Executor, Inbox, Outbox, Ticket
@@ -111,6 +117,7 @@ class EngineLoop:
         executor: Executor,
         observer: CacheObserver,
         pins: Pins,
+        adapters: Adapters,
         reports: Reports,
         clock: Clock,
         max_steps_in_flight: int,
@@ -127,6 +134,7 @@ class EngineLoop:
         self._executor = executor
         self._observer = observer
         self._pins = pins
+        self._adapters = adapters
         self._reports = reports
         self._clock = clock
         self._max_steps_in_flight = max_steps_in_flight
@@ -190,13 +198,13 @@ class EngineLoop:
 
     def _rest(self) -> None:
         """Nothing runs: sleep. But what the scheduler had to end instead of running it is told at once, and may have made room."""
-        ended = self._scheduler.expire()
+        ended = [*self._scheduler.expire(), *self._adapters.expire()]
         self._take(ended)
         if not ended:
-            self._inbox.wait(min(_IDLE_WAIT_S, self._observer.idle_delay_s()))
+            self._inbox.wait(min(_IDLE_WAIT_S, self._observer.idle_delay_s(), self._scheduler.due_in_s()))
 
     def _is_drained(self) -> bool:
-        if self._state is not State.DRAINING or self._scheduler.has_work() or self._unsent:
+        if self._state is not State.DRAINING or self._scheduler.has_work() or self._adapters.has_waiting or self._unsent:
             return False
         return (
             not (self._pins.has_open_operations or self._checkpoints or self._forgetting.has_open_operations)
@@ -238,6 +246,7 @@ class EngineLoop:
         self._observer.note_prefill(step.num_chunk_tokens, self._collected_s - began_s)
         if step.num_chunk_tokens:
             self._chunk_token_s = (self._collected_s - began_s) / step.num_chunk_tokens
+        self._scheduler.note_step_time(step, self._collected_s - began_s)
         self._take(self._scheduler.update(step, output))
         if self._log_steps:
             self._log_step(step)
@@ -263,7 +272,9 @@ class EngineLoop:
         for step in steps:
             self._take(self._scheduler.fail_step(step, message))
         self._in_flight.clear()
-        self._take(self._scheduler.fail_all(ErrorCode.DRAINING, "the daemon restarts after an executor failure"))
+        message = "the daemon restarts after an executor failure"
+        self._take(self._adapters.end_waiting(ErrorCode.DRAINING, message))
+        self._take(self._scheduler.fail_all(ErrorCode.DRAINING, message))
         self._observe()
         self._flush()
 
@@ -279,6 +290,8 @@ class EngineLoop:
                     self._recomputing.discard(request_id)
             else:
                 self._unsent.append(event)
+            if request_id in self._adapters.uses and isinstance(event, RequestDone | RequestFailed):
+                self._take(self._adapters.release(request_id))
 
     def _flush(self) -> None:
         if self._unsent:
@@ -299,18 +312,21 @@ class EngineLoop:
             case Submit():
                 self._take(self._submit(command))
             case Grant():
-                self._take(self._scheduler.grant(command.request_id, command.num_tokens))
+                if not self._adapters.grant(command.request_id, command.num_tokens):
+                    self._take(self._scheduler.grant(command.request_id, command.num_tokens))
             case FinishChoice():
                 self._take(self._scheduler.finish_choice(command.request_id, command.choice))
             case Abort():
-                self._take(self._scheduler.abort(command.request_id))
+                self._abort((command.request_id,))
             case Query():
                 self._unsent.append(self._answer(command))
-            case PinPrefix() | Unpin() | ForgetPrefixes() if self._state is not State.READY:
+            case PinPrefix() | Unpin() | ForgetPrefixes() | LoadAdapter() | UnloadAdapter() if self._state is not State.READY:
                 self._unsent.append(OpFailed(command.op_id, *self._not_ready()))
             case PinPrefix():
                 refusal = self._forgetting.refuse_pin(command.op_id, command.recipe)
-                self._take([refusal] if refusal is not None else self._pins.pin(command))
+                self._take([refusal] if refusal is not None else self._adapters.pin(command, self._pins.pin))
+            case LoadAdapter() | UnloadAdapter() | ListAdapters() | AdapterRead() | AdapterNames():
+                self._take(self._adapters.handle(command))
             case ForgetPrefixes():
                 events, own = self._forgetting.begin(command)
                 self._take(events)
@@ -339,7 +355,7 @@ class EngineLoop:
         if self._state is not State.READY:
             code, message, retry_after_s = self._not_ready()
             return [RequestFailed(command.request_id, code, message, retry_after_s)]
-        return self._scheduler.submit(command)
+        return self._adapters.submit(command)
 
     def _not_ready(self) -> tuple[str, str, float]:
         if self._state is State.DRAINING:
@@ -372,21 +388,23 @@ class EngineLoop:
     def _begin(self, work: StartWork) -> None:
         self._work = work
         self._pins.expire(self._clock.unix())
+        self._adapters.preload(sorted(work.recipes.values(), key=lambda recipe: -recipe.priority))
         self._take(self._pins.restore(work.recipes, work.pins_not_computed))
         for command in work.recompute:
             self._recomputing.add(command.request_id)
-            self._take(self._scheduler.submit(command, internal=True, background=True, origin=BlockOrigin.RECOMPUTED))
+            self._take(self._adapters.submit(command, internal=True, background=True, origin=BlockOrigin.RECOMPUTED))
         self._snapshot()
 
     def _keep_time(self) -> None:
         now = self._clock.monotonic()
-        self._take(self._scheduler.expire())
+        self._take([*self._scheduler.expire(), *self._adapters.expire()])
         if self._drain_requested:
             self._drain_requested = False
             self._drain(self._drain_timeout_s)
         if self._state is State.REHYDRATING:
             self._rehydrate(now)
         if self._state is State.DRAINING and now >= self._drain_deadline_s:
+            self._take(self._adapters.end_waiting(ErrorCode.DRAINING, "the daemon is shutting down"))
             self._take(self._scheduler.abort_all())
         self._cache.expire_retention(now, _EXPIRE_BLOCKS_PER_ROUND)
         if now >= self._next_sample_s:
@@ -399,7 +417,8 @@ class EngineLoop:
         if self._recomputing and now >= self._work.recompute_deadline_s:
             self._abort(tuple(self._recomputing))
         pins_left = self._pins.num_pending if now < self._work.pins_deadline_s else 0
-        if not pins_left and not self._recomputing:
+        is_reading = self._adapters.is_reading and now < self._work.pins_deadline_s
+        if not pins_left and not self._recomputing and not is_reading:
             self._enter(State.READY)
         elif now >= self._next_snapshot_s:
             self._snapshot()
@@ -415,7 +434,7 @@ class EngineLoop:
 
     def _abort(self, request_ids: Sequence[bytes]) -> None:
         for request_id in request_ids:
-            self._take(self._scheduler.abort(request_id))
+            self._take(self._adapters.abort(request_id) or self._scheduler.abort(request_id))
 
     def _enter(self, state: State) -> None:
         self._state = state

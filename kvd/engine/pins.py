@@ -36,8 +36,8 @@ from kvd.commands import (
     Submit,
     Unpin,
 )
+from kvd.engine.adapters import Adapters
 from kvd.engine.ports import CacheObserver, RecipeBook
-from kvd.scheduler.scheduler import Scheduler
 from kvd.types import TOKEN_BYTES, ErrorCode, SamplingParams
 
 _EXPIRY_RETRY_ROUNDS = 30
@@ -68,13 +68,13 @@ class Pins:
         self,
         *,
         cache: CacheManager,
-        scheduler: Scheduler,
+        adapters: Adapters,
         recipes: RecipeBook,
         observer: CacheObserver,
         namespace_of: Callable[[bytes, bytes], Namespace],
     ) -> None:
         self._cache = cache
-        self._scheduler = scheduler
+        self._adapters = adapters
         self._recipes = recipes
         self._observer = observer
         self._namespace_of = namespace_of
@@ -282,6 +282,7 @@ class Pins:
                     "name": name,
                     "tokens": num_tokens,
                     "priority": recipe.priority,
+                    "adapter": recipe.adapter_name,
                     "state": state,
                     "reason": self._not_held.get(name, "") if state == "not_held" else "",
                     "created_unix_s": recipe.created_unix_s,
@@ -352,8 +353,9 @@ class Pins:
             credit_tokens=1,
             tenant_salt=recipe.tenant_salt,
             adapter=recipe.adapter,
+            adapter_name=recipe.adapter_name,
         )
-        return self._scheduler.submit(command, internal=True, background=background, origin=origin)
+        return self._adapters.submit(command, internal=True, background=background, origin=origin)
 
     def _keep(self, op_id: bytes, name: str, error: str) -> list[Event]:
         """An unpin that the disk refused did not happen: what is on disk is held."""

@@ -82,6 +82,22 @@ class CacheObserver(Protocol):
         """Counters of WAL and checkpoints for the stats report."""
 
 
+class AdapterSource(Protocol):
+    """LoRA adapters on disk and in the executor. Never blocks; what takes time is told through the inbox, as ``AdapterRead`` and ``AdapterNames``."""
+
+    def read(self, read_id: int, name: str) -> None:
+        """Read an adapter and make it ready for ``install``."""
+
+    def list_names(self, op_id: bytes) -> None:
+        """Find the adapters on disk."""
+
+    def install(self, digest: bytes) -> None:
+        """Rows may begin with this adapter, which was read, from now on."""
+
+    def remove(self, digest: bytes) -> None:
+        """No further row begins with it, and its memory is free when the last one is over; or it was read and is not wanted."""
+
+
 class RecipeBook(Protocol):
     """The durable pins (storage/recipes.py). Completion comes through the inbox as ``RecipeDurable``."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvd.cache.manager import CacheManager
 from kvd.cache.tenants import pin_label, pin_tenant
+from kvd.engine.adapters import Adapters
 from kvd.engine.pins import Pins
 from kvd.engine.ports import CacheObserver, Clock
 from kvd.scheduler.scheduler import Scheduler
@@ -49,6 +50,7 @@ def starting_report(facts: StartFacts, clock: Clock, state: str, progress: str =
         "blocks": {"total": 0, "used": 0, "shared": 0, "cached": 0, "free": 0, "pinned": 0},
         "store": {"nodes": 0, "blocks": 0, "bytes": 0, "wal_bytes": 0, "last_checkpoint_age_s": None, "degraded": None},
         "rehydration": {"blocks": 0, "tokens": 0, "bytes": 0, "seconds": 0.0, "pins_pending": 0, "pins_not_held": 0, "dropped": {}},
+        "adapters": {"max_adapters": 0, "loaded": [], "waiting": 0},
         "startup_s": facts.startup,
     }
 
@@ -64,6 +66,7 @@ class Reports:
         cache: CacheManager,
         observer: CacheObserver,
         pins: Pins,
+        adapters: Adapters,
         clock: Clock,
         executor_stats: Callable[[], dict[str, Any]],
     ) -> None:
@@ -72,6 +75,7 @@ class Reports:
         self._cache = cache
         self._observer = observer
         self._pins = pins
+        self._adapters = adapters
         self._clock = clock
         self._executor_stats = executor_stats
         self._samples: deque[tuple[float, dict[str, float]]] = deque()
@@ -103,6 +107,7 @@ class Reports:
                 "pins_pending": self._pins.num_pending,
                 "pins_not_held": self._pins.num_not_held,
             },
+            "adapters": self._adapters.report(),
             "startup_s": facts.startup,
         }
 
@@ -164,6 +169,7 @@ class Reports:
             "cache": self._cache.stats(),
             "store": self._observer.stats(),
             "executor": self._executor_stats(),
+            "adapters": self._adapters.stats(),
         }
 
 

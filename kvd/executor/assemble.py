@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from kvd.config import CacheConfig, ConfigError, ModelConfig, SchedulerConfig
+from kvd.executor.adapter_target import ModelAdapters
 from kvd.executor.draft_opening import DraftPlan, plan_draft
 from kvd.executor.head_start import HeadStart
 from kvd.executor.host_memory import automatic_pool_bytes, check_pool_fits, map_memory
@@ -26,6 +28,7 @@ from kvd.executor.models.weights.load import load_decoder
 from kvd.executor.models.weights.native import keeps_quantised
 from kvd.executor.native_kv_pool import NativeKvPool, native_row_bytes, resolve_kv_type
 from kvd.executor.runner import ModelRunner, TorchRunner
+from kvd.executor.torch_adapters import TorchAdapter
 from kvd.executor.worker import BlockCopies, Later
 from kvd.step import TILE_TOKENS, ExecutorOutput, SchedulerOutput
 from kvd.types import BlockId, KvGroup
@@ -139,6 +142,7 @@ class OpenedModel:
     """Quantised weights stay so in memory."""
     fingerprint: bytes
     runner: LateRunner
+    adapters: ModelAdapters
     head_start: HeadStart
     times: dict[str, float] = field(default_factory=dict)
     """Seconds that parts of ``load`` took, by name, some of them beside each other."""
@@ -177,7 +181,10 @@ class OpenedModel:
             return self._make_gpu_runner(progress)
         if isinstance(self.pool, KvPool):
             decoder = load_decoder(self.path, self.spec, dtype=self.dtype, device=self.device, progress=progress)
-            return TorchRunner(decoder, self.spec, self.pool, max_rows=self.max_rows, max_model_len=self.max_model_len)
+            runner = TorchRunner(decoder, self.spec, self.pool, max_rows=self.max_rows, max_model_len=self.max_model_len)
+            self.adapters.attach(runner.adapters, partial(TorchAdapter, dtype=self.dtype, device=self.device))
+            return runner
+        from kvd.executor.native_adapters import pack_adapter
         from kvd.executor.native_model import NativeModel, load_native_decoder
         from kvd.executor.native_runner import NativeRunner
 
@@ -194,7 +201,10 @@ class OpenedModel:
             early=self.head_start.weights,
         )
         model = NativeModel(native_decoder, self.pool)
-        return NativeRunner(model, self.pool, self.spec.vocab_size, max_rows=self.max_rows, max_model_len=self.max_model_len)
+        native_runner = NativeRunner(model, self.pool, self.spec.vocab_size, max_rows=self.max_rows, max_model_len=self.max_model_len)
+        dtype = str(self.dtype).removeprefix("torch.")
+        self.adapters.attach(native_runner.adapters, partial(pack_adapter, decoder=native_decoder, dtype=dtype))
+        return native_runner
 
     def _attach_draft(self, runner: ModelRunner, draft: DraftPlan, pool: PoolRows, progress: Callable[[int, int], None]) -> None:
         begun_s = time.monotonic()
@@ -308,6 +318,7 @@ def open_model(
         quantised=quantised,
         fingerprint=digest,
         runner=LateRunner(pool, digest, _side_stream_copies(pool) if on_gpu else None),
+        adapters=ModelAdapters(spec, "the GPU kernels compute no adapters; leave it empty, or set kernels = torch" if on_gpu else ""),
         head_start=head_start,
         host_memory=_pinned_memory() if on_gpu else map_memory,
         max_steps_in_flight=1 if reason and not on_gpu else 2,

@@ -14,6 +14,7 @@ from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager, eviction_policy
 from kvd.commands import RequestDone, Submit
 from kvd.config import SchedulerConfig
+from kvd.engine.adapters import Adapters
 from kvd.engine.clock import SystemClock
 from kvd.engine.loop import EngineLoop, StartWork
 from kvd.engine.pins import Pins
@@ -198,13 +199,15 @@ class EngineAlone:
         self.num_done = 0
         self.num_events = 0
         store = NoStore()
-        pins = Pins(cache=self.cache, scheduler=self.scheduler, recipes=NoRecipes(), observer=store, namespace_of=namespace_of)
+        adapters = Adapters(scheduler=self.scheduler, source=None, clock=clock, max_adapters=1, max_waiting=1)
+        pins = Pins(cache=self.cache, adapters=adapters, recipes=NoRecipes(), observer=store, namespace_of=namespace_of)
         reports = Reports(
             facts=StartFacts("bench", "", "", clock.monotonic()),
             scheduler=self.scheduler,
             cache=self.cache,
             observer=store,
             pins=pins,
+            adapters=adapters,
             clock=clock,
             executor_stats=dict,
         )
@@ -216,6 +219,7 @@ class EngineAlone:
             executor=self.executor,
             observer=store,
             pins=pins,
+            adapters=adapters,
             reports=reports,
             clock=clock,
             max_steps_in_flight=max_steps_in_flight,
