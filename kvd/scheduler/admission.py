@@ -6,6 +6,7 @@ from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager
 from kvd.commands import RequestFailed, Submit
 from kvd.config import SchedulerConfig
+from kvd.scheduler.choosing import num_sequences, problem_of
 from kvd.scheduler.order import MAX_PRIORITY, MIN_PRIORITY
 from kvd.types import TOKEN_BYTES, ErrorCode
 
@@ -25,13 +26,14 @@ def refuse(command: Submit, namespace: Namespace, config: SchedulerConfig, cache
         problem = f"priority is {command.priority}, it must be from {MIN_PRIORITY} to {MAX_PRIORITY}"
     elif command.deadline_s < 0 or command.queue_timeout_s < 0:
         problem = f"deadline_s is {command.deadline_s} and queue_timeout_s {command.queue_timeout_s}: neither may be negative"
+    problem = problem or problem_of(command, most_choices)
     if problem:
         return RequestFailed(command.request_id, ErrorCode.BAD_REQUEST, problem)
     if num_prompt >= max_model_len:
         message = f"the prompt has {num_prompt} tokens; with one output token {max_model_len} fit (max_model_len)"
         return RequestFailed(command.request_id, ErrorCode.PROMPT_TOO_LONG, message)
     max_tokens = clamp_max_tokens(command, namespace, cache, max_model_len)
-    num_needed = blocks_needed(num_prompt, max_tokens, command.num_choices, cache.block_size_tokens)
+    num_needed = blocks_needed(num_prompt, max_tokens, num_sequences(command), cache.block_size_tokens)
     num_usable = usable_blocks(command, namespace, cache, num_needed)
     if num_needed > num_usable:
         message = (
@@ -48,12 +50,12 @@ def clamp_max_tokens(command: Submit, namespace: Namespace, cache: CacheManager,
     max_tokens = min(command.max_tokens, max_model_len - num_prompt)
     if not command.may_shorten:
         return max_tokens
-    num_needed = blocks_needed(num_prompt, max_tokens, command.num_choices, size)
+    num_needed = blocks_needed(num_prompt, max_tokens, num_sequences(command), size)
     num_usable = usable_blocks(command, namespace, cache, min(num_needed, cache.num_blocks))
     if num_needed <= num_usable:
         return max_tokens
     num_shared = num_prompt // size
-    num_own = max(0, num_usable - num_shared) // command.num_choices
+    num_own = max(0, num_usable - num_shared) // num_sequences(command)
     return max(1, min(max_tokens, (num_shared + num_own) * size - num_prompt + 1))
 
 
