@@ -270,6 +270,7 @@ class Scheduler:
 
     def fail_step(self, step: SchedulerOutput, message: str) -> list[Event]:
         """The executor failed in this step: its requests fail, and every block that it was filling leaves the tree."""
+        self._planner.pace.forget(step.step)
         self._outcomes.fail(step, self._collect(step), message)
         return self._settle()
 
