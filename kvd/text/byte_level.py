@@ -6,6 +6,7 @@ Ids 0 to 255 are bytes, 256 ends a sequence and has no text, so no text can be a
 from __future__ import annotations
 
 import datetime as dt
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -46,20 +47,22 @@ class ByteTokenizer:
 
 
 class ByteTemplate:
-    """A line ``role: content`` for each message."""
+    """A line ``role: content`` for each message; before them one for the tools, where there are some."""
 
     source = "role: content"
+    takes_tools = True
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, date: dt.date, args: Mapping[str, Any], add_generation_prompt: bool
     ) -> list[Segment]:
-        """Render messages; date and args have no place in the text.
+        """Render messages; the date and args other than ``tools`` have no place in the text.
 
         Raises:
             ChatTemplateError: a content is not a string.
         """
-        del date, args
-        lines = []
+        del date
+        tools = args.get("tools")
+        lines = [f"tools: {json.dumps(tools)}\n"] if tools else []
         for message in messages:
             content = message.get("content")
             if not isinstance(content, str):

@@ -40,6 +40,8 @@ class ChatTemplate:
         self._specials = specials
         self._variables = dict(variables)
         self._shield = Shield(specials.ids, source)
+        self.takes_tools = "tools" in source
+        """Whether tools given to the template can be seen by the model."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
         )

@@ -46,6 +46,9 @@ class Template(Protocol):
     @property
     def source(self) -> str: ...
 
+    @property
+    def takes_tools(self) -> bool: ...
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], /, *, date: dt.date, args: Mapping[str, Any], add_generation_prompt: bool
     ) -> list[Segment]: ...
@@ -74,6 +77,10 @@ class TextModel:
         """Token ids of plain text, with the begin-of-sequence token where the model wants one. Special tokens' texts are text like any other."""
         return self._tokenizer.encode(text)
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Token ids of a text in the middle of another: nothing is put before it."""
+        return self._tokenizer.encode_segments(("", text))
+
     def fewest_tokens(self, text: bytes) -> int:
         """How many tokens a text in UTF-8 has at least, told without tokenising it; 0 if nothing is known."""
         return self._tokenizer.facts.reach.fewest_tokens(text)
@@ -84,6 +91,7 @@ class TextModel:
         *,
         date: str,
         args: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         check_length: Callable[[int], None] | None = None,
     ) -> list[int]:
@@ -92,18 +100,25 @@ class TextModel:
         Args:
             messages: maps with a ``role``, mostly a ``content``, and whatever else the template knows.
             date: the day that the template sees, YYYY-MM-DD; empty: the day on which the model was loaded.
-            args: further variables of the template (``tools``, ``enable_thinking``, …).
+            args: further variables of the template (``enable_thinking``, …).
+            tools: what the assistant may call, for the template's ``tools``.
             add_generation_prompt: end with the beginning of an assistant's turn.
             check_length: told how many tokens the rendered chat has at least, before it is tokenised; what it raises is passed on.
 
         Raises:
-            ChatTemplateError: there is no template, it refused the messages, or they are no messages.
+            ChatTemplateError: there is no template, it refused the messages, they are no messages, or it has no place for tools.
         """
         if self._template is None:
             raise ChatTemplateError("the model has no chat template; send text or token ids instead")
         for number, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ChatTemplateError(f"message {number} is not a map with a role")
+        if tools:
+            if not self._template.takes_tools:
+                raise ChatTemplateError("the model's chat template has no place for tools; leave them away, or describe them in a message")
+            if "tools" in args:
+                raise ChatTemplateError("tools are given twice: among the template's variables too")
+            args = {**args, "tools": tools}
         segments = self._template.render(messages, date=self._date(date), args=args, add_generation_prompt=add_generation_prompt)
         if check_length is not None:
             check_length(sum(1 if isinstance(each, int) else self.fewest_tokens(each.encode("utf-8", "replace")) for each in segments))
