@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from kvd.executor.adapter_files import AdapterFiles
 from kvd.executor.adapter_store import PackedAdapter
-from kvd.executor.fake_rules import FakeRules
+from kvd.executor.fake_rules import FakeRules, masks_by_row
 from kvd.executor.fake_sampling import EOS_TOKEN_ID, VOCAB_SIZE, NothingLeftError, distribution, greedy, noise
 from kvd.step import ExecutorOutput, SchedulerOutput, SharedRuns, StartedRow
 from kvd.types import BlockId, KvGroup, SamplingParams, TokenLogprobs, unpack_tokens
@@ -170,7 +170,8 @@ class FakeRunner:
         # writes them first, as a layer of the real model writes all rows before it reads any.
         for _, state, num_tokens in sorted(work, key=lambda item: item[1].num_computed):
             self._compute(state, num_tokens)
-        output = self._sample(step.step, work)
+        masks = masks_by_row(step.masks) if step.masks is not None else {}
+        output = self._sample(step.step, work, masks)
         if (rest_s := self._step_s - (time.monotonic() - began_s)) > 0:
             time.sleep(rest_s)
         return output
@@ -240,7 +241,7 @@ class FakeRunner:
 
     # ------------------------------------------------------------------------------------------ sampling
 
-    def _sample(self, step: int, work: list[tuple[int, _Row, int]]) -> ExecutorOutput:
+    def _sample(self, step: int, work: list[tuple[int, _Row, int]], masks: dict[int, list[int]]) -> ExecutorOutput:
         output = ExecutorOutput(step, [], [], [])
         failed: list[int] = []
         stuck: list[int] = []
@@ -254,6 +255,7 @@ class FakeRunner:
                 continue
             if not reached:
                 continue
+            state.rules.begin_step(masks.get(row, ()), len(state.token_ids))
             digest = self._context_digest(state)
             for choice in range(state.choice, state.choice + state.num_choices):
                 try:

@@ -117,6 +117,7 @@ class ModelRunner:
         rows = self._apply(step)
         self._pool.copy_blocks([copy.source for copy in step.copies], [copy.target for copy in step.copies])
         self._pool.clear_blocks(rows.fresh_blocks)
+        self._sampling.begin_step(step)
         for started in step.started:
             self._start(started)
         return self._with_adapters(step, rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kvd.config import GrammarConfig
@@ -154,7 +154,7 @@ class GrammarCompiler:
                     self._queue.remove(job)
                     del self._by_constraint[job.constraint]
 
-    def masks(self, states: Sequence[object], drafts: Sequence[Sequence[int]]) -> bytearray:
+    def masks(self, states: Sequence[object], drafts: Sequence[Collection[int]]) -> bytearray:
         """The masks of a batch, see ``MaskWriter.write``."""
         assert self._writer is not None, "a state comes from a compiled grammar"
         return self._writer.write(states, drafts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 
@@ -65,7 +65,7 @@ class MaskWriter:
         self._mask_bytes = 4 * num_words
         self._executor = LLExecutor(num_threads)
 
-    def write(self, states: Sequence[object], drafts: Sequence[Sequence[int]]) -> bytearray:
+    def write(self, states: Sequence[object], drafts: Sequence[Collection[int]]) -> bytearray:
         """For each state the mask of its next token, then one after each of its drafted tokens, which must be valid; all of them one after the other.
 
         Bit j of the little-endian u32 word w of a mask allows token 32 w + j. The states stay where they are; one that has a ``problem`` afterwards has

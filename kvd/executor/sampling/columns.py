@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvd.executor.sampling.masks import DrawMasks, StepMasks
 from kvd.executor.sampling.rules import DrawRules, TokenRules
-from kvd.step import StartedRow
+from kvd.step import SchedulerOutput, StartedRow
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 """Colder than this is greedy: dividing by it would say nothing more."""
@@ -40,6 +41,8 @@ class Draws:
     """bool: some penalty is not neutral."""
     rules: DrawRules | None = None
     """Bias, and what may be drawn; None: nothing of it anywhere."""
+    masks: DrawMasks | None = None
+    """What constraints allow; None: no draw has one."""
 
 
 class SamplingColumns:
@@ -56,6 +59,8 @@ class SamplingColumns:
         self._choice = np.zeros(max_rows, dtype=np.int64)
         self._num_choices = np.ones(max_rows, dtype=np.int64)
         self._rules = TokenRules(max_rows)
+        self._max_rows = max_rows
+        self._masks: StepMasks | None = None
 
     def start(self, started: StartedRow) -> None:
         """Note the parameters of a row that begins."""
@@ -74,13 +79,17 @@ class SamplingColumns:
         self._choice[row] = started.choice
         self._num_choices[row] = started.num_choices
 
+    def begin_step(self, step: SchedulerOutput) -> None:
+        """The masks of the step whose rows are sampled next."""
+        self._masks = None if step.masks is None else StepMasks(step.masks, self._max_rows)
+
     def penalised(self, row: int) -> bool:
         """Whether the row needs its tokens counted."""
         return bool(self._penalised[row])
 
     def are_plain(self, rows: np.ndarray, positions: np.ndarray) -> bool:
         """Whether all ``rows`` are greedy at ``positions`` and ask for nothing else: no log-probabilities, no penalty, no rule, no second choice."""
-        if not self._plain[rows].all() or (self._num_choices[rows] > 1).any():
+        if self._masks is not None or not self._plain[rows].all() or (self._num_choices[rows] > 1).any():
             return False
         return not self._rules.hold(rows, positions)
 
@@ -91,7 +100,7 @@ class SamplingColumns:
             (self._top_k[rows] > 0) | (floats["top_p"][rows] < 1) | (floats["min_p"][rows] > 0)
         )
         asks_more = is_truncated | self._penalised[rows] | (self._num_logprobs[rows] >= 0) | (self._num_choices[rows] > 1)
-        return not asks_more.any() and not self._rules.hold(rows, positions)
+        return self._masks is None and not asks_more.any() and not self._rules.hold(rows, positions)
 
     def randomness(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Temperatures float32 (0 for greedy), seeds uint64 and choices int64 of the rows."""
@@ -122,6 +131,7 @@ class SamplingColumns:
             num_logprobs=self._num_logprobs[row],
             penalised=self._penalised[row],
             rules=self._rules.of(row, position, known),
+            masks=None if self._masks is None else self._masks.of(row, position),
             **{name: column[row] for name, column in self._floats.items()},
         )
         return draws, index

@@ -55,12 +55,17 @@ def shape(logits: Tensor, draws: Draws, counts: TokenCounts) -> np.ndarray | Non
     """
     if draws.penalised.any():
         counts.apply(logits, draws)
-    rules = draws.rules
-    if rules is None:
+    rules, masks = draws.rules, draws.masks
+    if rules is None and masks is None:
         return None
-    rules.bias(logits)
-    rules.forbid(logits)
-    restricted = rules.restricted
+    restricted = np.zeros(0, dtype=np.int64)
+    if rules is not None:
+        rules.bias(logits)
+        rules.forbid(logits)
+        restricted = rules.restricted
+    if masks is not None:
+        masks.forbid(logits)
+        restricted = np.union1d(restricted, masks.draws)
     nothing_left = (logits[_to(logits, restricted)].amax(dim=-1) == float("-inf")).cpu().numpy()
     if not nothing_left.any():
         return None
