@@ -16,6 +16,7 @@ from kvd_client.protocol.messages import ChoiceEnd, Finished, Generate, Timings,
 
 from kvd.commands import Abort, ChoiceDone, FinishChoice, Grant, PromptLogprobsOut, RequestDone, RequestFailed, RequestUsage, TokensOut
 from kvd.transport.bodies import TextJob, TextResult, check_ids
+from kvd.transport.choosing import choice_scores
 from kvd.transport.clients import Client
 from kvd.transport.credit import StreamCredit
 from kvd.transport.edge import RETRY_AFTER_S, Edge
@@ -44,6 +45,7 @@ class _Request:
     first_token_s: float | None = None
     streams: list[ChoiceStream] = field(default_factory=list)
     tails: dict[int, str] = field(default_factory=dict)
+    done: dict[int, ChoiceDone] = field(default_factory=dict)
 
 
 class Requests:
@@ -191,6 +193,7 @@ class Requests:
         """A choice ended."""
         request = self._requests.get(event.request_id)
         if request is not None and request.streams:
+            request.done[event.choice] = event
             request.tails[event.choice] = request.streams[event.choice].finish(event.reason)
 
     def on_done(self, event: RequestDone, now: float) -> None:
@@ -296,6 +299,7 @@ class Requests:
                 max_tokens=max_tokens,
                 stop_token_ids=tuple(sorted(stop_ids)),
                 credit_tokens=request.credit.take_grant(),
+                waited_s=now - request.arrived_s,
             )
         )
         request.is_running = True
@@ -349,7 +353,11 @@ class Requests:
         tail = request.tails.get(choice, "") + stream.finish(FinishReason.ABORTED)
         assert stream.finish_reason is not None
         return ChoiceEnd(
-            choice=choice, finish_reason=stream.finish_reason, num_tokens=stream.num_tokens, text_tail=tail if request.message.text else ""
+            choice=choice,
+            finish_reason=stream.finish_reason,
+            num_tokens=stream.num_tokens,
+            text_tail=tail if request.message.text else "",
+            **choice_scores(request.done.get(choice), stream),
         )
 
     def _fail(self, request: _Request, error: RequestError) -> None:

@@ -34,13 +34,15 @@ class ChoiceStream:
     The last token's text is dropped if it is one of ``silent_ids`` (end of sequence, stop token ids): it ended the choice, it says nothing.
     """
 
-    __slots__ = ("_detokenizer", "_matcher", "_silent_ids", "choice", "finish_reason", "num_tokens")
+    __slots__ = ("_detokenizer", "_matcher", "_silent_ids", "choice", "cumulative_logprob", "finish_reason", "num_tokens")
 
     def __init__(self, choice: int, *, detokenizer: Detokenizer | None, stops: Sequence[str], silent_ids: frozenset[int]) -> None:
         """Without a detokenizer (no text asked for, no stop strings) ids pass as they are."""
         self.choice = choice
         self.num_tokens = 0
         self.finish_reason: str | None = None
+        self.cumulative_logprob: float | None = None
+        """Of the tokens that were counted, nats; None where none came with its log-probability."""
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops) if stops else None
         self._silent_ids = silent_ids
@@ -65,6 +67,8 @@ class ChoiceStream:
         if num_counted < num_tokens:
             packed = pack_tokens(token_ids[:num_counted])
             logprobs = logprobs[:num_counted] if logprobs else None
+        if logprobs:
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(entry.logprob for entry in logprobs)
         return Delta(first_index, packed, num_counted, text, logprobs or (), num_dropped=num_tokens - num_counted)
 
     def finish(self, reason: str) -> str:

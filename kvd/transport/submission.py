@@ -6,13 +6,28 @@ from kvd_client.protocol.messages import Generate, Sampling
 
 from kvd.cache.tenants import tenant_salt
 from kvd.commands import Submit
+from kvd.transport.choosing import beam_search
+from kvd.transport.times import times_left
 from kvd.types import SamplingParams
 
 
 def submit_command(
-    message: Generate, token_ids: bytes, *, tenant: str, seed: int, max_tokens: int, stop_token_ids: tuple[int, ...], credit_tokens: int
+    message: Generate,
+    token_ids: bytes,
+    *,
+    tenant: str,
+    seed: int,
+    max_tokens: int,
+    stop_token_ids: tuple[int, ...],
+    credit_tokens: int,
+    waited_s: float,
 ) -> Submit:
-    """The command, with every default resolved. ``token_ids`` is packed."""
+    """The command, with every default resolved. ``token_ids`` is packed, ``waited_s`` the time since the request's arrival.
+
+    Raises:
+        RequestError: a time that it named is over already.
+    """
+    deadline_s, queue_timeout_s = times_left(message, waited_s)
     return Submit(
         request_id=message.request_id,
         token_ids=token_ids,
@@ -27,6 +42,12 @@ def submit_command(
         cache_priority=message.cache_priority,
         cache_ttl_s=message.cache_ttl_s,
         tenant=tenant,
+        priority=message.priority,
+        deadline_s=deadline_s,
+        queue_timeout_s=queue_timeout_s,
+        adapter_name=message.adapter,
+        best_of=message.best_of,
+        beam=beam_search(message.beam),
     )
 
 

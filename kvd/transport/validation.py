@@ -7,8 +7,9 @@ import math
 from kvd_client.protocol.messages import ID_BYTES, Forget, Generate, Pin, Sampling
 
 from kvd.cache.tenants import MAX_CACHE_SALT_BYTES, PIN_NAME
+from kvd.transport.choosing import check_choosing
 from kvd.transport.errors import RequestError, bad_request
-from kvd.types import ErrorCode
+from kvd.types import MAX_PRIORITY, MIN_PRIORITY, ErrorCode
 
 INPUTS = ("text", "ids", "messages")
 MAX_LOGPROBS = 20
@@ -20,7 +21,7 @@ MAX_SEED = (1 << 64) - 1
 
 _GENERATE_DEFAULTS = Generate(request_id=b"", input="")
 NOT_SUPPORTED = (
-    "adapter", "bad_words", "beam", "best_of", "constraint", "deadline_s", "echo", "priority", "prompt_logprobs", "queue_timeout_s", "speculation",
+    "bad_words", "constraint", "echo", "prompt_logprobs", "speculation",
     "tools", "truncate_prompt",
 )  # fmt: skip
 NOT_SUPPORTED_SAMPLING = ("allowed_token_ids", "banned_token_ids", "logit_bias")
@@ -58,7 +59,13 @@ def check_generate(message: Generate, *, max_choices: int, max_stop_strings: int
     _check_salt(message.cache_salt)
     _check_range("cache_priority", message.cache_priority, 0, 100)
     _check_ttl("cache_ttl_s", message.cache_ttl_s)
+    _check_range("priority", message.priority, MIN_PRIORITY, MAX_PRIORITY)
+    _check_ttl("deadline_s", message.deadline_s)
+    _check_ttl("queue_timeout_s", message.queue_timeout_s)
     _check_sampling(message.sampling)
+    check_choosing(message, vocab_size=vocab_size)
+    if message.adapter:
+        check_adapter(message.adapter)
     for field in NOT_SUPPORTED:
         if getattr(message, field) != getattr(_GENERATE_DEFAULTS, field):
             raise bad_request(f"{field} is not supported")
@@ -83,6 +90,8 @@ def check_pin(message: Pin) -> None:
     _check_range("priority", message.priority, 0, 100)
     _check_ttl("ttl_s", message.ttl_s)
     _check_salt(message.cache_salt)
+    if message.adapter:
+        check_adapter(message.adapter)
 
 
 def check_forget(message: Forget) -> None:
@@ -102,6 +111,12 @@ def check_name(name: str) -> None:
     """Names of pins: they stand in reports, logs and command lines."""
     if not PIN_NAME.fullmatch(name):
         raise bad_request("name must have 1 to 128 letters, digits or . _ : @ + - and begin with a letter or a digit")
+
+
+def check_adapter(name: str) -> None:
+    """Names of adapters: what is none names no directory either."""
+    if not PIN_NAME.fullmatch(name):
+        raise bad_request("adapter must have 1 to 128 letters, digits or . _ : @ + - and begin with a letter or a digit")
 
 
 def check_prompt(num_tokens: int, max_tokens: int | None, max_model_len: int, *, at_least: bool = False) -> int:
