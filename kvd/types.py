@@ -54,6 +54,11 @@ def unpack_tokens(packed: bytes | bytearray | memoryview) -> array[int]:
     return token_ids
 
 
+MIN_PRIORITY = -10
+MAX_PRIORITY = 10
+"""Classes of requests; lower is sooner."""
+
+
 class KvGroup(msgspec.Struct, frozen=True):
     """One KV group: its name (``target``, ``draft``), the bytes of a block's row, and what its bytes depend on."""
 

@@ -39,6 +39,7 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         {"multiple": True, "type": click.IntRange(min=0), "metavar": "ID", "help": "End the answer with this token; may be repeated."},
     ),
     ("--cache-salt", {"metavar": "TEXT", "help": "Share cached prefixes only with requests of this salt."}),
+    ("--adapter", {"metavar": "NAME", "help": "Answer with this LoRA adapter of the daemon's; it is loaded if it is not."}),
     ("--ignore-eos", {"is_flag": True, "help": "Go on after the end-of-sequence token."}),
     (
         "--cache-priority",
@@ -56,11 +57,31 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
             "help": "Seconds after the answer's end for which that priority counts; 0: no end.",
         },
     ),
+    (
+        "--priority",
+        {"type": click.IntRange(-10, 10), "metavar": "N", "help": "Class in which it waits; lower is sooner. [daemon's default: 0]"},
+    ),
+    (
+        "--deadline",
+        {
+            "type": click.FloatRange(min=0),
+            "metavar": "S",
+            "help": "Seconds after which the daemon gives it up, waiting or running; 0: none.",
+        },
+    ),
+    (
+        "--queue-timeout",
+        {
+            "type": click.FloatRange(min=0),
+            "metavar": "S",
+            "help": "Seconds after which the daemon gives it up if it has not begun to run; 0: none.",
+        },
+    ),
     ("--n", {"type": click.IntRange(min=1), "metavar": "N", "help": "So many answers to the same prompt; above 1 not with --stream."}),
 )
 
 
-_NAMES = {"stop_token_id": "stop_token_ids", "cache_ttl": "cache_ttl_s"}
+_NAMES = {"stop_token_id": "stop_token_ids", "cache_ttl": "cache_ttl_s", "deadline": "deadline_s", "queue_timeout": "queue_timeout_s"}
 _CUT_SHORT = "the daemon's drain ended the answer before it was complete; the same command may succeed on the next daemon"
 
 

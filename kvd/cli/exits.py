@@ -39,7 +39,7 @@ MEANINGS: Mapping[Exit, str] = MappingProxyType(
         Exit.SOFTWARE: "a fault of kvd itself; `kvd serve`: the engine failed, start it again",
         Exit.CANNOT_CREATE: "a pin does not fit under `max_pinned_fraction`, or a file that would be written exists (`store export`, `store keygen`)",
         Exit.IO: "reading or writing failed, here or in the daemon (a full disk): a `forget` or `pin` that ends so promises nothing",
-        Exit.TEMPORARY: "overloaded, interrupted by a restart, cut short by a drain, not over within `--timeout`, or in use by another process: the same command may succeed later",
+        Exit.TEMPORARY: "overloaded, interrupted by a restart, cut short by a drain, not over within `--timeout` or `--deadline`, or in use by another process: the same command may succeed later",
         Exit.PROTOCOL: "client and daemon speak different protocol versions",
         Exit.NO_PERMISSION: "the operating system forbids it; CURVE: the daemon refuses the client's key, or only one of the two has keys",
         Exit.CONFIG: "a wrong or missing configuration, such as a model that was not pulled",
@@ -58,6 +58,7 @@ _OF_CODE: Mapping[str, Exit] = MappingProxyType(
         "pin_too_short": Exit.DATA,
         "duplicate": Exit.DATA,
         "pin_capacity": Exit.CANNOT_CREATE,
+        "adapter_unusable": Exit.DATA,
         "not_found": Exit.NO_INPUT,
         "starting": Exit.UNAVAILABLE,
         "draining": Exit.UNAVAILABLE,
@@ -66,6 +67,7 @@ _OF_CODE: Mapping[str, Exit] = MappingProxyType(
         "connection_lost": Exit.UNAVAILABLE,
         "authentication_failed": Exit.NO_PERMISSION,
         "client_too_slow": Exit.TEMPORARY,
+        "deadline_exceeded": Exit.TEMPORARY,
         "storage_error": Exit.IO,
     }
 )

@@ -89,6 +89,7 @@ _BY_NAME: Mapping[str, Rule] = MappingProxyType(
         "free_watermark": Rule("0 or more and less than 1", lambda value: 0 <= value < 1),
         "eviction_policy": _one_of("cost", "lru"),
         "max_pinned_fraction": _between(0, 1),
+        "max_inter_token_ms": _at_least(0),
         "max_loading_fraction": _between(0, 1),
         "max_adapter_rank": _between(1, 1024),
         "max_steps_in_flight": _between(0, 2),

@@ -99,6 +99,9 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     cache_salt: str | None = None
+    priority: int | None = None
+    deadline_s: float | None = None
+    queue_timeout_s: float | None = None
 
     @property
     def num_choices(self) -> int:
@@ -239,6 +242,9 @@ _PLAIN = (
     "ignore_eos",
     "stop_token_ids",
     "cache_salt",
+    "priority",
+    "deadline_s",
+    "queue_timeout_s",
     "stop",
 )
 """Fields that the daemon knows under the same name."""

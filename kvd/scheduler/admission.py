@@ -7,8 +7,7 @@ from kvd.cache.manager import CacheManager
 from kvd.commands import RequestFailed, Submit
 from kvd.config import SchedulerConfig
 from kvd.scheduler.choosing import num_sequences, problem_of
-from kvd.scheduler.order import MAX_PRIORITY, MIN_PRIORITY
-from kvd.types import TOKEN_BYTES, ErrorCode
+from kvd.types import MAX_PRIORITY, MIN_PRIORITY, TOKEN_BYTES, ErrorCode
 
 
 def refuse(command: Submit, namespace: Namespace, config: SchedulerConfig, cache: CacheManager, max_model_len: int) -> RequestFailed | None:

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvd.scheduler.request import Request
+from kvd.types import MIN_PRIORITY
 
-MIN_PRIORITY = -10
-MAX_PRIORITY = 10
 BACKGROUND = 1 << 10
 """The class of work that runs behind everybody, however long it waits."""
 

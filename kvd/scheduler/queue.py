@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 
-from kvd.scheduler.order import BACKGROUND, MIN_PRIORITY, level_at
+from kvd.scheduler.order import BACKGROUND, level_at
 from kvd.scheduler.ports import Clock
 from kvd.scheduler.request import Sequence
 from kvd.scheduler.tenants import Tenant
+from kvd.types import MIN_PRIORITY
 
 _MIN_STALE = 64
 

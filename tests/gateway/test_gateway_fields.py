@@ -221,6 +221,8 @@ def test_prompts_of_every_kind():
         ("kv_capacity", 400, False, "context_length_exceeded"),
         ("too_large", 413, False, "too_large"),
         ("overloaded", 429, True, "overloaded"),
+        ("queue_timeout", 503, True, "queue_timeout"),
+        ("deadline_exceeded", 504, False, "deadline_exceeded"),
         ("starting", 503, True, "starting"),
         ("draining", 503, True, "draining"),
         ("engine_error", 503, True, "engine_error"),

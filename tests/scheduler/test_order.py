@@ -13,11 +13,11 @@ from stream_checker import FakeClock, namespace_of
 
 from kvd.cache.events import BlockOrigin
 from kvd.commands import Submit
-from kvd.scheduler.order import BACKGROUND, MAX_PRIORITY, MIN_PRIORITY, Order
+from kvd.scheduler.order import BACKGROUND, Order
 from kvd.scheduler.queue import WaitingQueue
 from kvd.scheduler.request import Request
 from kvd.scheduler.tenants import Tenants
-from kvd.types import SamplingParams, pack_tokens
+from kvd.types import MAX_PRIORITY, MIN_PRIORITY, SamplingParams, pack_tokens
 
 AGEING_S = 10.0
 

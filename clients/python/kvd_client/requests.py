@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
+from kvd_client.choosing import take_beam
 from kvd_client.errors import BadRequest, TooLarge
 from kvd_client.protocol import codec
 from kvd_client.protocol.codes import Code
@@ -32,11 +33,19 @@ class GenerateOptions(TypedDict, total=False):
     Length and end: ``max_tokens`` (None: what fits the model), ``min_tokens`` (0), ``stop`` (a string or several; not part of the text),
     ``stop_token_ids``, ``ignore_eos`` (False).
 
-    ``n`` (1) asks for so many answers that share the prompt's computation. ``text`` (True): False sends ids alone. ``cache_salt`` (empty): only
+    ``n`` (1) asks for so many answers that share the prompt's computation. ``best_of`` (0: ``n``): sample so many and return the ``n`` most likely. ``beam_width``
+    (None: no beam search), ``length_penalty`` (1.0), ``early_stopping`` (False, True or ``"never"``): beam search as in transformers' ``generate``; the
+    ``n`` best beams are returned. Answers of either come as a whole at the end, also in a stream. ``text`` (True): False sends ids alone. ``cache_salt`` (empty): only
     requests with the same salt share cached prefixes. ``cache_priority`` (50; 0 to 100): blocks of the lowest leave the daemon's memory first;
     ``cache_ttl_s`` (0: no end): seconds from the request's end after which that priority counts no more. ``template_args``: further variables
     of the chat template. ``window_tokens`` (512): how
     many tokens of a stream may wait unread before the daemon stops computing them.
+
+    ``priority`` (0; -10 to 10): the class in which it waits, lower is sooner. ``deadline_s`` (0: none): seconds from the daemon's receipt after which it fails with
+    :class:`~kvd_client.errors.DeadlineExceeded`, waiting or running. ``queue_timeout_s`` (0: none): seconds after which it fails with
+    :class:`~kvd_client.errors.QueueTimeout` if it has not begun to run.
+
+    ``adapter`` (empty: the base model): the name of a LoRA adapter of the daemon's; it is loaded if it is not.
     """
 
     temperature: float
@@ -54,12 +63,20 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     n: int
+    best_of: int
+    beam_width: int | None
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
     text: bool
     cache_salt: str | bytes
     cache_priority: int
     cache_ttl_s: float
     template_args: Mapping[str, Any]
     window_tokens: int
+    priority: int
+    deadline_s: float
+    queue_timeout_s: float
+    adapter: str
 
 
 _SAMPLING = frozenset(Sampling.__struct_fields__)
@@ -92,6 +109,7 @@ def generate_message(input_kind: str, *, stream: bool, options: GenerateOptions)
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(fields.pop("stop_token_ids", ())),
             # A step yields a token per choice: with less than two steps' worth the daemon would wait for every credit.
+            beam=take_beam(fields),
             credit=max(window_tokens, 2 * n) if stream else 0,
             template_args=dict(fields.pop("template_args", {})),
             **fields,
@@ -100,7 +118,7 @@ def generate_message(input_kind: str, *, stream: bool, options: GenerateOptions)
 
 
 def pin_message(
-    name: str, input_kind: str, *, priority: int, ttl_s: float, cache_salt: str | bytes, template_args: Mapping[str, Any]
+    name: str, input_kind: str, *, priority: int, ttl_s: float, cache_salt: str | bytes, adapter: str, template_args: Mapping[str, Any]
 ) -> Pin:
     """The header of a pin."""
     return _checked(
@@ -111,6 +129,7 @@ def pin_message(
             priority=priority,
             ttl_s=ttl_s,
             cache_salt=salt_bytes(cache_salt),
+            adapter=adapter,
             template_args=dict(template_args),
         )
     )
