@@ -78,6 +78,19 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
     ("--n", {"type": click.IntRange(min=1), "metavar": "N", "help": "So many answers to the same prompt; above 1 not with --stream."}),
+    ("--best-of", {"type": click.IntRange(min=1), "metavar": "N", "help": "Sample N answers and give the most likely ones of them."}),
+    ("--beam-width", {"type": click.IntRange(min=1), "metavar": "W", "help": "Beam search over W beams; nothing is drawn."}),
+    (
+        "--length-penalty",
+        {"type": float, "metavar": "X", "help": "A beam's score is its log probability over tokens ** X. [daemon's default: 1]"},
+    ),
+    (
+        "--early-stopping",
+        {
+            "type": click.Choice(["true", "false", "never"]),
+            "help": "End the search with W ended beams, when better ones are unlikely, or when there can be none. [daemon's default: false]",
+        },
+    ),
 )
 
 
@@ -100,6 +113,8 @@ def generation_options(command: Callable[..., Any]) -> Callable[..., Any]:
         names = [flag.removeprefix("--").replace("-", "_") for flag, _ in _OPTIONS]
         values = {_NAMES.get(name, name): given.pop(name) for name in names}
         options = {name: value for name, value in values.items() if value is not None and value is not False and value != ()}
+        if options.get("early_stopping") in ("true", "false"):
+            options["early_stopping"] = options["early_stopping"] == "true"
         if "logprobs" in options and not given["as_json"]:
             raise click.UsageError("--logprobs needs --json")
         return command(options=options, **given)
@@ -158,7 +173,9 @@ def completion_object(completion: Completion, *, has_logprobs: bool) -> dict[str
 
 
 def _choice_object(choice: Choice, *, has_logprobs: bool) -> dict[str, Any]:
-    answered = {"text": choice.text, "token_ids": list(choice.token_ids), "finish_reason": choice.finish_reason}
+    answered: dict[str, Any] = {"text": choice.text, "token_ids": list(choice.token_ids), "finish_reason": choice.finish_reason}
+    scores = {"cumulative_logprob": choice.cumulative_logprob, "score": choice.score}
+    answered |= {name: value for name, value in scores.items() if value is not None}
     if not has_logprobs:
         return answered
     logprobs = [

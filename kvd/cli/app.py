@@ -40,6 +40,7 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "pin": Entry("kvd.cli.pins:pin_command", "Compute a prefix, keep it in memory and on disk."),
         "unpin": Entry("kvd.cli.pins:unpin_command", "Let a pinned prefix go."),
         "forget": Entry("kvd.cli.forget:forget_command", "Have a prefix, a salt or a tenant leave memory and disk for good."),
+        "adapter": Entry("kvd.cli.adapters:group", "List, load and unload LoRA adapters."),
         "prefixes": Entry("kvd.cli.pins:prefixes_command", "List the pins and the hottest prefixes."),
         "status": Entry("kvd.cli.status:status_command", "Show the daemon's state."),
         "stats": Entry("kvd.cli.status:stats_command", "Show counters and rates."),

@@ -27,6 +27,7 @@ from kvd.cli.units import human_duration
 @click.option("--priority", type=click.IntRange(0, 100), default=50, show_default=True, metavar="N", help="Larger comes back earlier.")
 @click.option("--ttl", type=click.FloatRange(min=0), default=0.0, metavar="S", help="Unpin by itself after so many seconds; 0: never.")
 @click.option("--cache-salt", default="", metavar="TEXT", help="Share the prefix only with requests of this salt.")
+@click.option("--adapter", default="", metavar="NAME", help="For requests with this LoRA adapter, as it is at each start.")
 @json_option
 @target_options
 def pin_command(
@@ -39,6 +40,7 @@ def pin_command(
     priority: int,
     ttl: float,
     cache_salt: str,
+    adapter: str,
     as_json: bool,
 ) -> None:
     """Compute a prefix, keep it from eviction, write it to disk and bring it back first after a restart.
@@ -50,7 +52,7 @@ def pin_command(
     prompt = read_text(prompt_file) if prompt_file is not None else None
     messages = [{"role": "system", "content": system}] if system is not None else read_messages(messages_file) if messages_file else None
     with target.client(needs_ready=True) as client:
-        result = client.pin(name, prompt, messages=messages, cache_salt=cache_salt, priority=priority, ttl_s=ttl)
+        result = client.pin(name, prompt, messages=messages, cache_salt=cache_salt, adapter=adapter, priority=priority, ttl_s=ttl)
     if as_json:
         print_json({**result.details, "name": name})
     else:

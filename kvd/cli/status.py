@@ -91,6 +91,10 @@ def _status_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "requests", _list(requests)
     if blocks := report.get("blocks"):
         yield "blocks", _list(blocks)
+    adapters = report.get("adapters") or {}
+    if adapters.get("max_adapters"):
+        names = ", ".join(f"{each['name']} ({each['requests']} requests)" for each in adapters["loaded"]) or "none loaded"
+        yield "adapters", f"{names}; {adapters['max_adapters']} may be loaded, {adapters['waiting']} requests wait for one"
     if store := report.get("store"):
         yield "store", _list({key: value for key, value in store.items() if key not in _LINES_OF_THEIR_OWN})
         if governor := store.get("governor"):

@@ -1,4 +1,4 @@
-"""Operations at the edge: pin, unpin, forget, prefixes, tokenize, detokenize, status, stats, checkpoint, drain; each ends in one ``result`` or ``failed``.
+"""Operations at the edge: pin, unpin, forget, the adapters', prefixes, tokenize, detokenize, status, stats, checkpoint, drain; each ends in one ``result`` or ``failed``.
 
 Towards the engine an operation has an id of the edge's own making, so that two clients never share one.
 """
@@ -12,20 +12,52 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvd_client.protocol.codec import pack_body
-from kvd_client.protocol.messages import Checkpoint, Detokenize, Drain, Forget, Pin, Prefixes, Result, Stats, Status, Tokenize, Unpin
+from kvd_client.protocol.messages import (
+    Checkpoint,
+    Detokenize,
+    Drain,
+    Forget,
+    ListAdapters,
+    LoadAdapter,
+    Pin,
+    Prefixes,
+    Result,
+    Stats,
+    Status,
+    Tokenize,
+    UnloadAdapter,
+    Unpin,
+)
 
 from kvd.cache.tenants import tenant_salt
 from kvd.commands import CheckpointNow, Command, ForgetPrefixes, OpDone, OpFailed, PinPrefix, Query, Recipe
 from kvd.commands import Drain as DrainCommand
+from kvd.commands import ListAdapters as ListAdaptersCommand
+from kvd.commands import LoadAdapter as LoadAdapterCommand
+from kvd.commands import UnloadAdapter as UnloadAdapterCommand
 from kvd.commands import Unpin as UnpinCommand
 from kvd.transport.bodies import TextJob, TextResult, check_ids
 from kvd.transport.clients import Client
 from kvd.transport.edge import RETRY_AFTER_S, Edge
 from kvd.transport.errors import RequestError, bad_request
-from kvd.transport.validation import check_fewest, check_forget, check_id, check_name, check_pin
+from kvd.transport.validation import check_adapter, check_fewest, check_forget, check_id, check_name, check_pin
 from kvd.types import TOKEN_BYTES, ErrorCode, unpack_tokens
 
-Operation = Pin | Unpin | Forget | Prefixes | Tokenize | Detokenize | Status | Stats | Checkpoint | Drain
+Operation = (
+    Pin
+    | Unpin
+    | Forget
+    | LoadAdapter
+    | UnloadAdapter
+    | ListAdapters
+    | Prefixes
+    | Tokenize
+    | Detokenize
+    | Status
+    | Stats
+    | Checkpoint
+    | Drain
+)
 
 REPORT_TIMEOUT_S = 1.0
 """An engine that has not answered ``status`` or ``stats`` after so long is busy; the last snapshot answers for it."""
@@ -227,6 +259,7 @@ class Operations:
             text=result.text,
             template_args=message.template_args,
             tenant_salt=tenant_salt(operation.client.caller.tenant, message.cache_salt),
+            adapter_name=message.adapter,
             priority=message.priority,
             created_unix_s=now_unix_s,
             expires_unix_s=now_unix_s + message.ttl_s if message.ttl_s else 0.0,
@@ -247,7 +280,9 @@ class Operations:
         salt = None if is_whole else tenant_salt(tenant, message.cache_salt or b"")
         self._send_command(operation, lambda op_id: ForgetPrefixes(op_id, tenant, salt, token_ids))
 
-    def _command(self, operation: _Operation, message: Unpin | Forget | Prefixes | Checkpoint | Drain) -> None:
+    def _command(
+        self, operation: _Operation, message: Unpin | Forget | LoadAdapter | UnloadAdapter | ListAdapters | Prefixes | Checkpoint | Drain
+    ) -> None:
         match message:
             case Unpin():
                 check_name(message.name)
@@ -257,6 +292,15 @@ class Operations:
             case Forget():
                 check_forget(message)
                 self._forget(operation, message)
+            case LoadAdapter() | UnloadAdapter():
+                check_adapter(message.name)
+                _require_no_tenant(operation.client, "to load or unload an adapter")
+                self._edge.require_ready()
+                make = LoadAdapterCommand if isinstance(message, LoadAdapter) else UnloadAdapterCommand
+                self._send_command(operation, lambda op_id: make(op_id, message.name))
+            case ListAdapters():
+                self._require_engine()
+                self._send_command(operation, ListAdaptersCommand)
             case Prefixes():
                 self._require_engine()
                 self._send_command(operation, lambda op_id: Query(op_id, "prefixes", operation.client.caller.tenant))

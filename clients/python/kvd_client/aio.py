@@ -19,7 +19,7 @@ from kvd_client.errors import ClientClosed, KvdError
 from kvd_client.io_thread import IoThread, load_curve_keys
 from kvd_client.protocol.messages import HelloReply
 from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, generate_message, prompt_body
-from kvd_client.results import CheckpointResult, Chunk, Completion, ForgetResult, PingResult, PinResult
+from kvd_client.results import AdapterInfo, CheckpointResult, Chunk, Completion, ForgetResult, PingResult, PinResult
 from kvd_client.session import Session
 from kvd_client.session_config import SessionConfig
 
@@ -134,12 +134,20 @@ class AsyncClient:
         priority: int = 50,
         ttl_s: float = 0.0,
         cache_salt: str | bytes = b"",
+        adapter: str = "",
         template_args: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> PinResult:
         """Compute a prefix, keep it in memory and on disk, and bring it back first after every restart; see ``Client.pin``."""
         operation = operations.pin(
-            name, prompt, messages, priority=priority, ttl_s=ttl_s, cache_salt=cache_salt, template_args=template_args or {}
+            name,
+            prompt,
+            messages,
+            priority=priority,
+            ttl_s=ttl_s,
+            cache_salt=cache_salt,
+            adapter=adapter,
+            template_args=template_args or {},
         )
         return operations.pin_result(name, await self._call(operation, timeout_s))
 
@@ -163,6 +171,32 @@ class AsyncClient:
             prompt, messages, tenant=tenant, cache_salt=cache_salt, everything=everything, template_args=template_args or {}
         )
         return operations.forget_result(await self._call(operation, timeout_s))
+
+    async def load_adapter(self, name: str, *, timeout_s: float | None = None) -> AdapterInfo:
+        """Have a LoRA adapter of the daemon's directory read, again if it is loaded; returns when requests that name it run with what was read.
+
+        Args:
+            name: of its subdirectory.
+            timeout_s: see the class.
+
+        Raises:
+            NotFound: there is no such subdirectory.
+            AdapterUnusable: it can't be used; the message says why.
+            AdapterCapacity: as many as may be loaded are in use.
+        """
+        return operations.adapter_result(await self._call(operations.load_adapter(name), timeout_s))
+
+    async def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> AdapterInfo:
+        """Let an adapter go: at once, or when the requests that run with it are over (``state`` is ``in use`` then).
+
+        Raises:
+            NotFound: none is loaded under this name.
+        """
+        return operations.adapter_result(await self._call(operations.unload_adapter(name), timeout_s))
+
+    async def adapters(self, *, timeout_s: float | None = None) -> tuple[AdapterInfo, ...]:
+        """The LoRA adapters that requests may name, loaded or on disk."""
+        return operations.adapters_result(await self._call(operations.list_adapters(), timeout_s))
 
     async def prefixes(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """The pins and the hottest prefixes: tokens, hits, residency, age."""

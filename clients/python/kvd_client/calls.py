@@ -26,6 +26,8 @@ from kvd_client.protocol.messages import (
     Generate,
     Hello,
     HelloReply,
+    ListAdapters,
+    LoadAdapter,
     Pin,
     Ping,
     Pong,
@@ -36,11 +38,28 @@ from kvd_client.protocol.messages import (
     Tokenize,
     TokenLogprob,
     Tokens,
+    UnloadAdapter,
     Unpin,
 )
 from kvd_client.results import Choice, Chunk, Completion, PromptEcho, unpack_tokens
 
-OperationMessage = Pin | Unpin | Forget | Prefixes | Tokenize | Detokenize | Status | Stats | Checkpoint | Drain | Ping | Hello
+OperationMessage = (
+    Pin
+    | Unpin
+    | Forget
+    | LoadAdapter
+    | UnloadAdapter
+    | ListAdapters
+    | Prefixes
+    | Tokenize
+    | Detokenize
+    | Status
+    | Stats
+    | Checkpoint
+    | Drain
+    | Ping
+    | Hello
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +275,9 @@ class Answer:
             if len(state.token_ids) < end.num_tokens:
                 raise TokensLostError
             token_ids, logprobs = tuple(state.token_ids[: end.num_tokens]), tuple(state.logprobs[: end.num_tokens])
-            choices.append(Choice(end.choice, "".join(state.texts) + end.text_tail, token_ids, end.finish_reason, logprobs))
+            text = "".join(state.texts) + end.text_tail
+            total, score = (None if isinstance(value, msgspec.UnsetType) else value for value in (end.cumulative_logprob, end.score))
+            choices.append(Choice(end.choice, text, token_ids, end.finish_reason, logprobs, total, score))
         return Completion(message.request_id, tuple(choices), message.usage, message.timings, message.seed, self.prompt)
 
 

@@ -16,7 +16,7 @@ from kvd_client.errors import ClientClosed, KvdError
 from kvd_client.io_thread import IoThread, load_curve_keys
 from kvd_client.protocol.messages import HelloReply
 from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, generate_message, prompt_body
-from kvd_client.results import CheckpointResult, Chunk, Completion, ForgetResult, PingResult, PinResult
+from kvd_client.results import AdapterInfo, CheckpointResult, Chunk, Completion, ForgetResult, PingResult, PinResult
 from kvd_client.session import Session
 from kvd_client.session_config import SessionConfig
 
@@ -142,6 +142,7 @@ class Client:
         priority: int = 50,
         ttl_s: float = 0.0,
         cache_salt: str | bytes = b"",
+        adapter: str = "",
         template_args: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> PinResult:
@@ -154,6 +155,7 @@ class Client:
             priority: 0 to 100; larger is rehydrated earlier.
             ttl_s: seconds after which the pin ends by itself, across restarts; 0: never.
             cache_salt: as in the requests that will use it.
+            adapter: as in the requests that will use it; after a restart what stands under the name then.
             template_args: further variables of the chat template.
             timeout_s: see the class.
 
@@ -162,7 +164,14 @@ class Client:
             PinCapacity: more than pins may hold.
         """
         operation = operations.pin(
-            name, prompt, messages, priority=priority, ttl_s=ttl_s, cache_salt=cache_salt, template_args=template_args or {}
+            name,
+            prompt,
+            messages,
+            priority=priority,
+            ttl_s=ttl_s,
+            cache_salt=cache_salt,
+            adapter=adapter,
+            template_args=template_args or {},
         )
         return operations.pin_result(name, self._call(operation, timeout_s))
 
@@ -205,6 +214,32 @@ class Client:
             prompt, messages, tenant=tenant, cache_salt=cache_salt, everything=everything, template_args=template_args or {}
         )
         return operations.forget_result(self._call(operation, timeout_s))
+
+    def load_adapter(self, name: str, *, timeout_s: float | None = None) -> AdapterInfo:
+        """Have a LoRA adapter of the daemon's directory read, again if it is loaded; returns when requests that name it run with what was read.
+
+        Args:
+            name: of its subdirectory.
+            timeout_s: see the class.
+
+        Raises:
+            NotFound: there is no such subdirectory.
+            AdapterUnusable: it can't be used; the message says why.
+            AdapterCapacity: as many as may be loaded are in use.
+        """
+        return operations.adapter_result(self._call(operations.load_adapter(name), timeout_s))
+
+    def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> AdapterInfo:
+        """Let an adapter go: at once, or when the requests that run with it are over (``state`` is ``in use`` then).
+
+        Raises:
+            NotFound: none is loaded under this name.
+        """
+        return operations.adapter_result(self._call(operations.unload_adapter(name), timeout_s))
+
+    def adapters(self, *, timeout_s: float | None = None) -> tuple[AdapterInfo, ...]:
+        """The LoRA adapters that requests may name, loaded or on disk."""
+        return operations.adapters_result(self._call(operations.list_adapters(), timeout_s))
 
     def prefixes(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """The pins and the hottest prefixes: tokens, hits, residency, age."""

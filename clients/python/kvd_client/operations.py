@@ -10,9 +10,24 @@ from kvd_client.calls import Call, Deliver, OperationMessage, Reply
 from kvd_client.errors import InternalError
 from kvd_client.protocol import codec
 from kvd_client.protocol.codes import Code
-from kvd_client.protocol.messages import Checkpoint, Detokenize, Drain, Hello, HelloReply, Ping, Pong, Prefixes, Stats, Status, Unpin
+from kvd_client.protocol.messages import (
+    Checkpoint,
+    Detokenize,
+    Drain,
+    Hello,
+    HelloReply,
+    ListAdapters,
+    LoadAdapter,
+    Ping,
+    Pong,
+    Prefixes,
+    Stats,
+    Status,
+    UnloadAdapter,
+    Unpin,
+)
 from kvd_client.requests import ChatMessages, Prompt, forget_message, pin_message, prompt_body, tokenize_message
-from kvd_client.results import CheckpointResult, ForgetResult, PingResult, PinResult, unpack_tokens
+from kvd_client.results import AdapterInfo, CheckpointResult, ForgetResult, PingResult, PinResult, unpack_tokens
 
 _NO_ID = bytes(16)
 
@@ -39,10 +54,12 @@ def pin(
     priority: int,
     ttl_s: float,
     cache_salt: str | bytes,
+    adapter: str,
     template_args: Mapping[str, Any],
 ) -> Operation:
     kind, body = prompt_body(prompt, messages)
-    return Operation(pin_message(name, kind, priority=priority, ttl_s=ttl_s, cache_salt=cache_salt, template_args=template_args), (body,))
+    message = pin_message(name, kind, priority=priority, ttl_s=ttl_s, cache_salt=cache_salt, adapter=adapter, template_args=template_args)
+    return Operation(message, (body,))
 
 
 def unpin(name: str) -> Operation:
@@ -66,6 +83,38 @@ def forget(
 
 def forget_result(reply: Reply) -> ForgetResult:
     return ForgetResult(int(reply.data.get("blocks", 0)), int(reply.data.get("pins", 0)))
+
+
+def load_adapter(name: str) -> Operation:
+    return Operation(LoadAdapter(op_id=_NO_ID, name=name))
+
+
+def unload_adapter(name: str) -> Operation:
+    """Not sent twice: the daemon that comes after may have loaded it for others."""
+    return Operation(UnloadAdapter(op_id=_NO_ID, name=name), resend=False)
+
+
+def list_adapters() -> Operation:
+    return Operation(ListAdapters(op_id=_NO_ID))
+
+
+def adapter_result(reply: Reply) -> AdapterInfo:
+    return _adapter(reply.data)
+
+
+def adapters_result(reply: Reply) -> tuple[AdapterInfo, ...]:
+    return tuple(_adapter(each) for each in reply.data.get("adapters", ()))
+
+
+def _adapter(data: Mapping[str, Any]) -> AdapterInfo:
+    return AdapterInfo(
+        name=str(data.get("name", "")),
+        state=str(data.get("state", "")),
+        digest=str(data.get("digest", "")),
+        rank=int(data.get("rank", 0)),
+        num_bytes=int(data.get("bytes", 0)),
+        num_requests=int(data.get("requests", 0)),
+    )
 
 
 def prefixes() -> Operation:

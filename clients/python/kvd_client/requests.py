@@ -108,8 +108,8 @@ def generate_message(input_kind: str, *, stream: bool, options: GenerateOptions)
             sampling=Sampling(**sampling),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(fields.pop("stop_token_ids", ())),
-            # A step yields a token per choice: with less than two steps' worth the daemon would wait for every credit.
             beam=take_beam(fields),
+            # A step yields a token per choice: with less than two steps' worth the daemon would wait for every credit.
             credit=max(window_tokens, 2 * n) if stream else 0,
             template_args=dict(fields.pop("template_args", {})),
             **fields,

@@ -18,7 +18,8 @@ class Choice:
     """One of the ``n`` answers to a prompt.
 
     ``finish_reason`` is ``stop`` (end of sequence, stop string or stop id), ``length`` or ``aborted``. ``logprobs`` has one entry per token
-    where they were asked for, else none. ``text`` is empty where the request said ``text=False``.
+    where they were asked for, else none. ``text`` is empty where the request said ``text=False``. ``cumulative_logprob`` (nats) is the sum over
+    the tokens, None unless log-probabilities, ``best_of`` or beams were asked for; ``score`` is a beam's.
     """
 
     index: int
@@ -26,6 +27,8 @@ class Choice:
     token_ids: tuple[int, ...]
     finish_reason: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    cumulative_logprob: float | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,20 @@ class ForgetResult:
 
     num_blocks: int
     num_pins: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A LoRA adapter as the daemon knows it. ``state``: ``loaded``, ``on disk`` (loaded when a request names it), ``in use`` (unloaded, and gone when the requests that
+    run with it are over) or ``unloaded``. ``digest`` (hex), ``rank`` and ``num_bytes`` are empty or 0 where it is not loaded."""
+
+    name: str
+    state: str
+    digest: str = ""
+    rank: int = 0
+    num_bytes: int = 0
+    num_requests: int = 0
+    """Requests that run with it, or wait to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,8 @@ class Pin(Message, frozen=True, tag="pin"):
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
     ttl_s: float = 0.0
     """Seconds after which the pin ends by itself, as ``unpin`` would end it, whether the daemon runs then or not; 0: never."""
+    adapter: str = ""
+    """Name of the LoRA adapter of the requests that will use it; empty: the base model."""
 
 
 class Unpin(Message, frozen=True, tag="unpin"):
@@ -173,6 +175,26 @@ class Forget(Message, frozen=True, tag="forget"):
     cache_salt: bytes | None = None
     input: str = ""
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class LoadAdapter(Message, frozen=True, tag="load_adapter"):
+    """Read a LoRA adapter of the daemon's adapter directory, again if it is loaded; answered by ``result`` when requests run with what was read. No body."""
+
+    op_id: bytes
+    name: str
+
+
+class UnloadAdapter(Message, frozen=True, tag="unload_adapter"):
+    """Let an adapter go, when the requests that run with it are over; answered at once by ``result``. No body."""
+
+    op_id: bytes
+    name: str
+
+
+class ListAdapters(Message, frozen=True, tag="list_adapters"):
+    """Which adapters are loaded, and which could be. Answered by ``result``. No body."""
+
+    op_id: bytes
 
 
 class Prefixes(Message, frozen=True, tag="prefixes"):
@@ -227,7 +249,24 @@ class Ping(Message, frozen=True, tag="ping"):
 
 
 ClientMessage = (
-    Hello | Generate | Abort | Credit | Pin | Unpin | Forget | Prefixes | Tokenize | Detokenize | Status | Stats | Checkpoint | Drain | Ping
+    Hello
+    | Generate
+    | Abort
+    | Credit
+    | Pin
+    | Unpin
+    | Forget
+    | LoadAdapter
+    | UnloadAdapter
+    | ListAdapters
+    | Prefixes
+    | Tokenize
+    | Detokenize
+    | Status
+    | Stats
+    | Checkpoint
+    | Drain
+    | Ping
 )
 
 # ------------------------------------------------------------------------------------------- daemon to client
