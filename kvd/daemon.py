@@ -27,6 +27,7 @@ from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager, eviction_policy
 from kvd.commands import Hello, Recipe, Snapshot, Stopped
 from kvd.config import ConfigError, DaemonConfig
+from kvd.constraint_opening import open_constraints, prepare_beside
 from kvd.engine.adapters import Adapters
 from kvd.engine.clock import SystemClock
 from kvd.engine.loading import Loading, StartThread
@@ -39,6 +40,7 @@ from kvd.executor.adapter_store import AdapterStore
 from kvd.executor.head_start import HeadStart
 from kvd.executor.models.spec import ModelError, ModelSpec
 from kvd.frontend import Frontend, start_frontend
+from kvd.grammar.compiler import GrammarCompiler
 from kvd.model_opening import OpenEngine, begin_opening, describe_model, open_engine
 from kvd.observe.process_age import process_age_s
 from kvd.observe.progress import Progress
@@ -159,6 +161,8 @@ class Daemon:
         self._loop: EngineLoop | None = None
         self._loading: Loading | None = None
         self._rehydrating: StartThread[_Restored] | None = None
+        self._preparing: StartThread[None] | None = None
+        self._grammar: GrammarCompiler | None = None
         self._adapter_store: AdapterStore | None = None
         self._head_start = HeadStart()
         self._progress = StartProgress(self._manager.progress, lambda: self._publish(State.REHYDRATING), self._clock)
@@ -169,7 +173,8 @@ class Daemon:
     @property
     def is_loading(self) -> bool:
         """Whether a thread that loads runs, even after ``run``: then the process must not end in the interpreter's own way."""
-        return self._head_start.is_running or any(thread is not None and thread.is_running for thread in (self._loading, self._rehydrating))
+        threads = (self._loading, self._rehydrating, self._preparing, self._grammar)
+        return self._head_start.is_running or any(thread is not None and thread.is_running for thread in threads)
 
     def run(self) -> int:
         os.umask(0o077)
@@ -294,6 +299,7 @@ class Daemon:
             )
         self._facts.startup["store_open"] = self._since(started)
         self._adapter_store = open_adapters(config.adapters, engine.adapters, self._inbox)
+        self._grammar = open_constraints(config, engine.vocab_size, self._text.load, self._inbox, self._clock.monotonic)
         work = self._rehydrate(storage, engine, cache)
         fingerprint = engine.fingerprint
         # A sequence that fills the whole pool is the longest that can ever run.
@@ -310,6 +316,7 @@ class Daemon:
             max_model_len=max_model_len,
             shared_tile_tokens=engine.shared_tile_tokens,
             cold_tier=storage.cold_tier,
+            constraint_compiler=self._grammar,
         )
         adapters = Adapters(
             scheduler=scheduler,
@@ -379,6 +386,7 @@ class Daemon:
         started = self._clock.monotonic()
         loading = self._loading = Loading(engine.load, self._progress.on_weights)
         loading.start()
+        preparing = self._preparing = prepare_beside(self._grammar, self._log)
         self._publish(State.REHYDRATING)
         deadline_s = started + config.storage.rehydrate_timeout_s
         rehydrating = self._rehydrating = StartThread(
@@ -388,6 +396,7 @@ class Daemon:
         restored = rehydrating.finish(self._end_if_stopped)
         waited = self._clock.monotonic()
         loading.finish(self._end_if_stopped)
+        preparing.finish(self._end_if_stopped)
         self._facts.startup["wait_for_weights"] = self._since(waited)
         self._facts.startup |= {name: round(seconds, 3) for name, seconds in engine.times.items()}
         self._log.info("rehydrated", **restored.report.as_dict())

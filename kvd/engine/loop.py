@@ -28,6 +28,7 @@ from kvd.commands import (
     CheckpointDone,
     CheckpointNow,
     Command,
+    ConstraintCompiled,
     Drain,
     Event,
     FinishChoice,
@@ -344,6 +345,8 @@ class EngineLoop:
                 self._take(self._pins.on_recipe_durable(command))
             case CheckpointDone():
                 self._checkpoint_done(command)
+            case ConstraintCompiled():
+                pass  # it ends the sleep; the round looks for what is compiled by now
             case LoadDone():
                 self._take(self._scheduler.on_load_done(command.load_id, command.num_loaded))
             case Drain():

@@ -13,10 +13,7 @@ from kvd.scheduler.plan import StepPlan
 from kvd.scheduler.ports import ConstraintCompiler, ConstraintState
 from kvd.scheduler.request import Request, Sequence
 from kvd.step import TokenMasks
-from kvd.types import ErrorCode, FinishReason, SamplingParams
-
-_ALL = -1
-"""As a set of bits: every token."""
+from kvd.types import ErrorCode, FinishReason
 
 
 class Constraints:
@@ -33,6 +30,10 @@ class Constraints:
     def num_compiling(self) -> int:
         """Requests that wait for their constraints."""
         return len(self._compiling)
+
+    def stats(self) -> dict[str, int]:
+        """The compiler's counters, under names of their own."""
+        return {} if self._compiler is None else {f"constraints_{name}": count for name, count in self._compiler.stats().items()}
 
     def begin(self, request: Request) -> None:
         """The request is accepted and has a constraint: it enters at once if that is there, else when it is."""
@@ -97,27 +98,25 @@ class Constraints:
             place += count
 
     def _check(self, sequence: Sequence, mask: memoryview) -> None:
-        """End what can't go on: the library gave up, or the request's other wishes leave no token."""
+        """End what can't go on: the library gave up, or nothing but the end may follow and ``min_tokens`` forbids it: the constraint is the stronger one.
+
+        What else a request wishes may leave no token either; the executor finds that out.
+        """
         request, state = sequence.request, sequence.constraint
         assert state is not None, "it has a mask"
-        command = request.command
-        assert command.constraint is not None, "it has a mask"
+        command, num_out = request.command, sequence.num_known - request.num_prompt_tokens
         if problem := state.problem:
             assert self._compiler is not None, "it has a mask"
+            assert command.constraint is not None, "it has a mask"
             self._compiler.forget(command.constraint)
-            self._endings.fail(
-                request, ErrorCode.BAD_REQUEST, f"the constraint became too complex after {_num_out(sequence)} tokens: {problem}"
-            )
-            return
-        possible = possible_tokens(command.sampling)
-        if _num_out(sequence) < command.min_tokens:
-            possible &= ~bits(command.stop_token_ids)
-        if possible == _ALL or int.from_bytes(mask, "little") & possible:
-            return
-        if state.is_complete:  # the constraint is stronger than min_tokens
-            self._endings.end_choice(sequence, FinishReason.STOP)
-        else:
-            self._endings.fail(request, ErrorCode.BAD_REQUEST, f"{_CONTRADICTION} after {_num_out(sequence)} tokens")
+            message = f"the constraint became too complex after {num_out} tokens: {problem}"
+            self._endings.fail(request, ErrorCode.BAD_REQUEST, message)
+        elif num_out < command.min_tokens and state.is_complete and not int.from_bytes(mask, "little") & ~_bits(command.stop_token_ids):
+            if num_out:
+                self._endings.end_choice(sequence, FinishReason.STOP)
+            else:
+                message = f"the constraint is met by nothing but the empty text, and min_tokens is {command.min_tokens}"
+                self._endings.fail(request, ErrorCode.BAD_REQUEST, message)
 
     def end_if_over(self, sequence: Sequence, token_id: int) -> bool:
         """The sequence sampled a token; whether that ended its choice, or its request."""
@@ -125,8 +124,8 @@ class Constraints:
         assert state is not None, "asked of those that have one"
         state.advance(token_id)
         if state.problem:
-            message = f"{_CONTRADICTION}, or bad_words leave none, after {_num_out(sequence) - 1} tokens"
-            self._endings.fail(sequence.request, ErrorCode.BAD_REQUEST, message)
+            message = f"token {token_id} was sampled, which the constraint forbids: {state.problem}"
+            self._endings.fail(sequence.request, ErrorCode.INTERNAL, message)
             return True
         if state.is_over:
             self._endings.end_choice(sequence, FinishReason.STOP)
@@ -144,20 +143,7 @@ class Constraints:
                 assert all(sequence.constraint is not None for sequence in request.sequences), "a choice runs without its constraint"
 
 
-_CONTRADICTION = "the constraint allows no token that allowed_token_ids and banned_token_ids leave"
-
-
-def _num_out(sequence: Sequence) -> int:
-    return sequence.num_known - sequence.request.num_prompt_tokens
-
-
-def possible_tokens(sampling: SamplingParams) -> int:
-    """What a request's own lists leave, as bits; all of them are set where it has none."""
-    possible = bits(sampling.allowed_token_ids) if sampling.allowed_token_ids else _ALL
-    return possible & ~bits(sampling.banned_token_ids)
-
-
-def bits(token_ids: tuple[int, ...]) -> int:
+def _bits(token_ids: tuple[int, ...]) -> int:
     """A set of tokens as a number: bit j for token j."""
     if not token_ids:
         return 0

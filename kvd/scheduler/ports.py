@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from kvd.cache.hashing import Namespace
@@ -77,6 +77,9 @@ class ConstraintCompiler(Protocol):
 
     def forget(self, constraint: Constraint) -> None:
         """A sequence failed in it: compile it afresh next time."""
+
+    def stats(self) -> Mapping[str, int]:
+        """Counters since the start, and how much waits."""
 
     def masks(self, states: Sequence[ConstraintState], drafts: Sequence[Collection[int]]) -> bytearray:
         """For each state the mask of its next token and one after each of its drafted tokens, which are valid, as in ``TokenMasks.words``."""

@@ -108,6 +108,7 @@ class Scheduler:
             "running": self.num_running,
             "waiting": self.num_waiting,
             "compiling": self._constraints.num_compiling,
+            **self._constraints.stats(),
             "stalled": self.num_stalled,
         }
 

@@ -73,6 +73,11 @@ class TextModel:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The special tokens' ids by their texts."""
+        return self._tokenizer.facts.specials.ids
+
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the begin-of-sequence token where the model wants one. Special tokens' texts are text like any other."""
         return self._tokenizer.encode(text)
