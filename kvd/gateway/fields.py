@@ -47,8 +47,6 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "echo": ((None, False), _NOT_HERE),
         "suffix": ((None, ""), "the model continues texts, it does not fill gaps"),
         "prompt_logprobs": ((None,), _NOT_HERE),
-        "use_beam_search": ((None, False), _NOT_HERE),
-        "length_penalty": ((None, 1), _NOT_HERE),
         "logits_processors": ((None, []), _NOT_HERE),
         "allowed_token_ids": ((None, []), _NO_GRAMMAR),
         "bad_words": ((None, []), _NO_GRAMMAR),
@@ -99,6 +97,9 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     cache_salt: str | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     priority: int | None = None
     deadline_s: float | None = None
     queue_timeout_s: float | None = None
@@ -159,8 +160,12 @@ def read_fields(body: bytes, kind: type[F]) -> F:
     _check_integers(fields)
     if fields.num_choices < 1:
         raise ApiError(400, f"n is {fields.n}; it must be at least 1", param="n")
-    if fields.best_of is not None and fields.best_of != fields.num_choices:
-        raise unsupported("best_of", "every answer is returned; it must equal n")
+    if fields.best_of is not None and fields.best_of < fields.num_choices:
+        raise ApiError(400, f"best_of is {fields.best_of}; it must be at least n ({fields.num_choices})", param="best_of")
+    if not fields.use_beam_search:
+        for name, neutral in (("length_penalty", (None, 1)), ("early_stopping", (None, False))):
+            if getattr(fields, name) not in neutral:
+                raise ApiError(400, f"{name} is for beams; set use_beam_search", param=name)
     if fields.stream_options is not None and not fields.stream:
         raise ApiError(400, "stream_options are for streams; set stream", param="stream_options")
     return fields
@@ -254,9 +259,25 @@ def _options(fields: Fields) -> GenerateOptions:
     options: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(fields, name)) is not None}
     if fields.top_k == -1:  # vLLM's word for all
         options["top_k"] = 0
+    if fields.use_beam_search:
+        options |= _beam_options(fields)
+    elif fields.best_of is not None and fields.best_of > fields.num_choices:
+        options["best_of"] = fields.best_of
     if fields.seed is not None:
         options["seed"] = fields.seed & _SEED_MASK  # OpenAI's seeds are signed
     return options  # type: ignore[return-value]  # names and types are those of GenerateOptions
+
+
+def _beam_options(fields: Fields) -> dict[str, Any]:
+    """Under vLLM's names: ``best_of`` is the beam's width, ``n`` by default."""
+    options: dict[str, Any] = {"beam_width": fields.num_choices if fields.best_of is None else fields.best_of}
+    if fields.length_penalty is not None:
+        options["length_penalty"] = fields.length_penalty
+    if fields.early_stopping is not None:
+        if fields.early_stopping not in (True, False, "never"):
+            raise ApiError(400, "early_stopping must be true, false or 'never'", param="early_stopping")
+        options["early_stopping"] = fields.early_stopping
+    return options
 
 
 def _check_integers(fields: Fields) -> None:

@@ -100,7 +100,8 @@ def test_names_of_the_api_that_mean_something_of_kvds():
         ("dry_multiplier", 0.8),
         ("samplers", ["top_k"]),
         ("modalities", ["text", "audio"]),
-        ("best_of", 3),
+        ("best_of", 0),
+        ("early_stopping", True),
         ("stream_options", {"include_usage": True}),
         ("n", 0),
         ("temperature", "hot"),
@@ -295,6 +296,21 @@ NEUTRAL = {
 
 def test_what_asks_for_nothing_is_taken():
     assert chat_options(chat(**NEUTRAL)) == {}
+
+
+def test_the_best_of_several_and_beams_under_vllms_names():
+    assert chat_options(chat(best_of=3)) == {"best_of": 3}
+    assert chat_options(chat(best_of=2, n=2)) == {"n": 2}
+    assert chat_options(chat(use_beam_search=True, best_of=4, n=2, length_penalty=0.5, early_stopping="never", temperature=0)) == {
+        "n": 2,
+        "temperature": 0,
+        "beam_width": 4,
+        "length_penalty": 0.5,
+        "early_stopping": "never",
+    }
+    assert chat_options(chat(use_beam_search=True, n=3)) == {"n": 3, "beam_width": 3}
+    with pytest.raises(ApiError, match="'never'"):
+        chat_options(chat(use_beam_search=True, early_stopping="soon"))
 
 
 def test_log_probabilities_of_a_completion():
