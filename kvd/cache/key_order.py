@@ -41,7 +41,8 @@ class KeyOrder:
         place = bisect_left(chunk, key)
         assert chunk[place] == key, "a key that is not there"
         del chunk[place]
-        if not chunk or (at and len(chunk) + len(self._chunks[at - 1]) <= _CHUNK_KEYS):
+        num_together = len(chunk) + len(self._chunks[at - 1])
+        if not chunk or (at and num_together <= _CHUNK_KEYS):
             if chunk:
                 self._chunks[at - 1] += chunk
             del self._chunks[at], self._firsts[at]

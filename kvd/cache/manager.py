@@ -28,6 +28,7 @@ from kvd.cache.uses import Uses
 from kvd.types import TOKEN_BYTES, BlockHash, BlockId, PackedTokens
 
 __all__ = [
+    "MIN_PARTIAL_TOKENS",
     "BlockTable",
     "CacheError",
     "CacheManager",
@@ -48,6 +49,9 @@ __all__ = [
 
 _LRU = LruPolicy()
 
+MIN_PARTIAL_TOKENS = 4
+"""A copy of a block costs a CPU a small part of one token's computation, but kernels take tokens in groups: fewer than these seldom make a step shorter."""
+
 
 class CacheManager:
     """Blocks, the prefix tree over them, and who uses what.
@@ -66,7 +70,7 @@ class CacheManager:
         max_pinned_fraction: float = 0.5,
         policy: EvictionPolicy = _LRU,
         hash_function: HashFunction = block_hash,
-        min_partial_tokens: int = 1 << 30,
+        min_partial_tokens: int = MIN_PARTIAL_TOKENS,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size_tokens = block_size_tokens
@@ -222,6 +226,10 @@ class CacheManager:
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
         """Give up the positions from ``num_tokens`` on."""
         self._book.truncate(table, num_tokens)
+
+    def rewind(self, table: BlockTable, num_tokens: int) -> None:
+        """The positions from ``num_tokens`` on, written by the sequence alone, will be written again: they hold nothing, and their blocks stay the table's."""
+        self._book.rewind(table, num_tokens)
 
     def release(self, table: BlockTable, retention: Retention = DEFAULT_RETENTION) -> None:
         """The sequence is over: its blocks stay cached where the tree has them, and be it used or computed, as long as ``retention`` or a higher

@@ -175,6 +175,12 @@ class TableBook:
         table.writable_tokens = num_tokens
         table.num_in_tree = min(table.num_in_tree, num_tokens // self._block_size_tokens)
 
+    def rewind(self, table: BlockTable, num_tokens: int) -> None:
+        """Take the content of the positions from ``num_tokens`` on back, and keep their blocks."""
+        assert not table.fills, "a prompt that is being computed is not rewound"
+        assert table.num_in_tree * self._block_size_tokens <= num_tokens <= table.num_tokens, "only what nobody was told of is rewound"
+        table.num_tokens = num_tokens
+
     def release(self, table: BlockTable, retention: Retention) -> None:
         """The table holds nothing any more; what was its, and is in the tree, is kept as ``retention`` or a higher one of another use says."""
         assert not table.fills, "fail_fill comes first, for its followers must be told"

@@ -37,6 +37,7 @@ class Sequence:
     def __init__(self, table: BlockTable, namespace: Namespace, tokens: list[int]):
         self.table, self.namespace, self.tokens = table, namespace, tokens
         self.num_computed = table.num_cached_tokens
+        self.has_begun = table.partial is None
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -45,6 +46,7 @@ class CacheMachine(RuleBasedStateMachine):
     block_size = 2
     num_blocks = 12
     hash_bits = 256
+    min_partial_tokens = 1
 
     def __init__(self):
         super().__init__()
@@ -55,6 +57,7 @@ class CacheMachine(RuleBasedStateMachine):
             max_pinned_fraction=0.5,
             hash_function=self.hash_block,
             policy=self.policy(),
+            min_partial_tokens=self.min_partial_tokens,
         )
         self.now = 0
         self.kept = {}
@@ -104,18 +107,45 @@ class CacheMachine(RuleBasedStateMachine):
         match = self.cache.match(pack_tokens(tokens), namespace)
         assert self.state() == before
         assert match.num_tokens < len(tokens)
-        assert match.num_tokens % self.block_size == 0
-        needed = self.cache.blocks_for(len(tokens)) - match.num_tokens // self.block_size
+        self.check_partial(match, tokens)
+        needed = self.cache.blocks_for(len(tokens)) - len(match.nodes)
         table = self.cache.allocate(match, len(tokens), counts_use=counts_use, reserve_blocks=reserve)
         if table is None:
             assert self.state() == before
             return
         assert needed + reserve <= before[0] + before[1]
-        assert table.num_cached_tokens == match.num_tokens
+        whole = len(match.nodes) * self.block_size
+        assert table.num_cached_tokens == (whole if table.partial is None else match.num_tokens)
+        assert not (table.partial and table.waits_for)
         sequence = Sequence(table, namespace, list(tokens))
-        ready = match.num_tokens - self.block_size * len(table.waits_for)
-        self.check_content(sequence, ready)
+        self.check_content(sequence, whole - self.block_size * len(table.waits_for))
         self.sequences.append(sequence)
+
+    def check_partial(self, match, tokens):
+        """The match ends as deep in a block as any ready one below its last node allows, by comparing with all."""
+        whole = len(match.nodes) * self.block_size
+        rest = tokens[whole : min(len(tokens) - 1, whole + self.block_size)]
+        longest = 0
+        for node in self.cache._blocks.tree.nodes():
+            parent = match.nodes[-1] if match.nodes else None
+            is_child = node.parent is parent if parent else node.depth == 0 and node.namespace == match.namespace
+            if is_child and node.is_ready:
+                same = [a == b for a, b in zip(rest, unpack_tokens(node.token_ids), strict=False)]
+                longest = max(longest, same.index(False) if False in same else len(same))
+        assert match.num_tokens == whole + (longest if longest >= self.min_partial_tokens else 0)
+
+    def start(self, sequence):
+        """The sequence's first step: what it was given of a block is copied; the source may go once the step is submitted, be it then or later."""
+        copy = sequence.table.partial
+        if copy is not None and not sequence.has_begun:
+            self.content[copy.target] = dict(self.content[copy.source])
+        sequence.has_begun = True
+
+    @rule(data=st.data())
+    def submitted(self, data):
+        sequence = self.pick(data, lambda s: s.has_begun)
+        if sequence is not None:
+            self.cache.end_copy(sequence.table)
 
     @rule(data=st.data())
     def compute_prompt(self, data):
@@ -123,6 +153,7 @@ class CacheMachine(RuleBasedStateMachine):
         if sequence is None:
             return
         upto = data.draw(st.integers(sequence.num_computed + 1, len(sequence.tokens)))
+        self.start(sequence)
         self.check_content(sequence, sequence.num_computed)
         for position in range(sequence.num_computed, upto):
             self.write(sequence, position)
@@ -137,6 +168,7 @@ class CacheMachine(RuleBasedStateMachine):
         sequence = self.pick(data, lambda s: s.num_computed == len(s.tokens))
         if sequence is None:
             return
+        self.cache.end_copy(sequence.table)
         before = self.state()
         target = len(sequence.tokens) + count
         copies = self.cache.extend(sequence.table, target)
@@ -154,6 +186,31 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.record(sequence.table, bytearray(pack_tokens(sequence.tokens)), target)
         self.check_content(sequence, target)
 
+    @rule(data=st.data(), drafted=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def draft(self, data, drafted):
+        """Positions are computed of which only the first stay; the blocks of the others remain."""
+        sequence = self.pick(data, lambda s: s.num_computed == len(s.tokens))
+        if sequence is None:
+            return
+        self.cache.end_copy(sequence.table)
+        num_kept = data.draw(st.integers(0, len(drafted)))
+        copies = self.cache.extend(sequence.table, len(sequence.tokens) + len(drafted))
+        if copies is None:
+            return
+        for copy in copies:
+            self.content[copy.target] = dict(self.content[copy.source])
+        kept = [*sequence.tokens, *drafted[:num_kept]]
+        sequence.tokens += drafted
+        for position in range(sequence.num_computed, len(sequence.tokens)):
+            self.write(sequence, position)
+        sequence.tokens = kept
+        sequence.num_computed = len(kept)
+        blocks = list(sequence.table.block_ids)
+        self.cache.record(sequence.table, bytearray(pack_tokens(kept)), len(kept))
+        self.cache.rewind(sequence.table, len(kept))
+        assert sequence.table.block_ids == blocks
+        self.check_content(sequence, len(kept))
+
     @rule(data=st.data())
     def fork(self, data):
         sequence = self.pick(data, lambda s: s.num_computed == len(s.tokens))
@@ -167,6 +224,7 @@ class CacheMachine(RuleBasedStateMachine):
         sequence = self.pick(data, lambda s: s.num_computed == len(s.tokens))
         if sequence is not None:
             keep = data.draw(st.integers(1, len(sequence.tokens)))
+            self.cache.end_copy(sequence.table)
             self.cache.truncate(sequence.table, keep)
             del sequence.tokens[keep:]
             sequence.num_computed = keep
@@ -337,8 +395,13 @@ class CacheMachine(RuleBasedStateMachine):
         for (_, block), prefix in self.stored.items():  # what the tree calls ready holds exactly what it says
             assert self.content[block][self.block_size - 1] == prefix
         for sequence in self.sequences:
-            if not sequence.table.waits_for:
+            if not sequence.table.waits_for and sequence.has_begun:
                 self.check_content(sequence, sequence.num_computed)
+            copy = sequence.table.partial
+            if copy is not None:  # held until it was copied, whatever becomes of its node
+                end = sequence.table.num_cached_tokens
+                expected = (sequence.namespace, tuple(sequence.tokens[:end]))
+                assert self.content[copy.source][(end - 1) % self.block_size] == expected
 
     def teardown(self):
         for sequence in self.sequences:
@@ -374,11 +437,15 @@ class LargerBlocksMachine(CacheMachine):
     num_blocks = 7
 
 
+class CostlyCopiesMachine(LargerBlocksMachine):
+    min_partial_tokens = 2
+
+
 CONFIG = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 FULL = settings(CONFIG, max_examples=2000, stateful_step_count=80)
 
 
-@pytest.mark.parametrize("machine", [CacheMachine, CostCacheMachine, CollidingCacheMachine, LargerBlocksMachine])
+@pytest.mark.parametrize("machine", [CacheMachine, CostCacheMachine, CollidingCacheMachine, LargerBlocksMachine, CostlyCopiesMachine])
 def test_cache_machine(machine):
     from hypothesis.stateful import run_state_machine_as_test
 
@@ -386,7 +453,7 @@ def test_cache_machine(machine):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("machine", [CacheMachine, CostCacheMachine, CollidingCacheMachine, LargerBlocksMachine])
+@pytest.mark.parametrize("machine", [CacheMachine, CostCacheMachine, CollidingCacheMachine, LargerBlocksMachine, CostlyCopiesMachine])
 def test_cache_machine_for_long(machine):
     from hypothesis.stateful import run_state_machine_as_test
 

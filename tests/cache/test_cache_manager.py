@@ -317,6 +317,7 @@ def test_recomputed_blocks_stay_fresh_until_a_user_comes():
         "copies": 0,
         "query_tokens": 9,
         "hit_tokens": 8,
+        "partial_hit_tokens": 0,
         "hit_tokens_computed": 0,
         "hit_tokens_restored": 0,
         "hit_tokens_recomputed": 8,

@@ -62,6 +62,7 @@ def costs(num_prompts, policy):
     cache = full_cache(num_prompts, policy)
     use(cache, 0)  # takes the spare blocks: from here on a new prompt evicts
     match = count_calls(lambda: cache.match(prompt(1), NAMESPACE))
+    partial = count_calls(lambda: cache.match(prompt(1)[: 64 + 40], NAMESPACE))
     hit = count_calls(lambda: use(cache, 1))
     miss = count_calls(lambda: use(cache, 900_000))
     pin = count_calls(lambda: cache.pin("p", prompt(40), NAMESPACE))
@@ -70,7 +71,7 @@ def costs(num_prompts, policy):
     assert evicted > 0
     assert cache.stats()["evictions"] == evicted + 64
     cache.check_invariants()
-    return {"match": match, "hit": hit, "miss": miss, "pin": pin, "background": background}
+    return {"match": match, "partial": partial, "hit": hit, "miss": miss, "pin": pin, "background": background}
 
 
 @pytest.mark.parametrize("policy", ["lru", "cost"])

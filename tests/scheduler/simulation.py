@@ -29,6 +29,7 @@ class Simulation:
         max_pinned_fraction=0.3,
         disk=False,
         policy="cost",
+        min_partial_tokens=1,
         **config,
     ):
         config = {
@@ -47,6 +48,7 @@ class Simulation:
             free_watermark=0.2,
             max_pinned_fraction=max_pinned_fraction,
             policy=eviction_policy(policy, num_blocks, block_size),
+            min_partial_tokens=min_partial_tokens,
         )
         self.clock = FakeClock()
         self.executor = ContentExecutor(num_blocks, block_size, self.config.max_running, vocab)
