@@ -6,8 +6,8 @@ headers are checked before anything is built, plain strings are read as they are
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -17,12 +17,13 @@ from kvd_client.protocol.messages import MAX_NESTING
 from kvd.text.errors import TextError
 from kvd.transport.errors import RequestError, bad_request
 from kvd.transport.ports import Text
-from kvd.types import PackedTokens, pack_tokens, unpack_tokens
+from kvd.types import TOKEN_BYTES, PackedTokens, pack_tokens, unpack_tokens
 
 MAX_CHAT_MESSAGES = 4096
 MAX_MESSAGE_KEYS = 32
 MAX_STRUCTURED_BYTES = 256 * 1024
-"""Bytes of a chat's values that are neither strings nor numbers (content parts, tool calls), together."""
+"""Bytes of a chat's values that are neither strings nor numbers (content parts, tool calls), together; of its tools the same."""
+MAX_TOOLS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,18 @@ class TextJob:
     """For a chat: told how many tokens it has at least, before its text is tokenised; raises ``RequestError`` if they can't fit."""
     is_prefix: bool = False
     """Whether the ids are to be what every conversation beginning with these messages shares (a pin)."""
+    tools: bytes = b""
+    """For a chat: a msgpack array of maps; empty: none."""
+    keep_tokens: int = 0
+    """Only so many of the last ids are kept; 0: all."""
+    bad_words: tuple[str, ...] = ()
+    """To be tokenised besides."""
+    echo: bool = False
+    """Whether the text of the ids is wanted, too."""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + len(self.tools)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +63,10 @@ class TextResult:
     token_ids: PackedTokens = b""
     messages: list[dict[str, Any]] | None = None
     text: str | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of ids, distinct, that spell the job's."""
+    echo: str = ""
+    """The text of the ids."""
     error: RequestError | None = None
     fault: BaseException | None = None
     """What should not have been raised: the session counts and logs it and makes an error of it."""
@@ -75,6 +92,18 @@ def run_text_job(job: TextJob, text: Text, date: str) -> TextResult:
 
 
 def _run(job: TextJob, text: Text, date: str) -> TextResult:
+    result = _prompt(job, text, date)
+    if job.keep_tokens:
+        result = replace(result, token_ids=result.token_ids[-job.keep_tokens * TOKEN_BYTES :])
+    if job.bad_words:
+        result = replace(result, bad_words=_spellings(job.bad_words, text))
+    if job.echo:
+        # not flushed: a character that the prompt leaves unfinished is the output's to finish
+        result = replace(result, echo=text.detokenizer(()).push(unpack_tokens(result.token_ids)))
+    return result
+
+
+def _prompt(job: TextJob, text: Text, date: str) -> TextResult:
     if job.input == "ids":
         return TextResult(number=job.number, token_ids=check_ids(job.body, job.vocab_size))
     if job.input == "text":
@@ -84,8 +113,15 @@ def _run(job: TextJob, text: Text, date: str) -> TextResult:
     if job.is_prefix:
         token_ids = text.system_prefix(messages, date=date, args=job.template_args)
     else:
-        token_ids = text.encode_chat(messages, date=date, args=job.template_args, check_length=job.check_length)
+        tools = unpack_tools(job.tools) if job.tools else []
+        token_ids = text.encode_chat(messages, date=date, args=job.template_args, tools=tools, check_length=job.check_length)
     return TextResult(number=job.number, token_ids=pack_tokens(token_ids), messages=messages)
+
+
+def _spellings(words: Sequence[str], text: Text) -> tuple[tuple[int, ...], ...]:
+    """Each word as it stands after a space and without one, as vLLM has it: two spellings in vocabularies whose tokens begin with spaces."""
+    spelt = (tuple(text.encode_inside(space + word.lstrip(" "))) for word in words for space in ("", " "))
+    return tuple(dict.fromkeys(ids for ids in spelt if ids))
 
 
 def check_ids(body: bytes, vocab_size: int) -> PackedTokens:
@@ -135,6 +171,23 @@ def unpack_messages(body: bytes) -> list[dict[str, Any]]:
     return messages
 
 
+def unpack_tools(body: bytes) -> list[dict[str, Any]]:
+    """Tools: an array of maps with string keys.
+
+    Raises:
+        RequestError: not that, or beyond this module's bounds.
+    """
+    if len(body) > MAX_STRUCTURED_BYTES:
+        raise bad_request(f"the tools have {len(body)} bytes; at most {MAX_STRUCTURED_BYTES} are allowed")
+    num_tools = _length(body, fixed=0x90, fixed_bits=0x0F, wide=0xDC)
+    if num_tools is None or not 1 <= num_tools <= MAX_TOOLS:
+        raise bad_request(f"the tools are not a msgpack array of 1 to {MAX_TOOLS} maps")
+    tools: list[dict[str, Any]] = _decode(body, list[dict[str, Any]])
+    if nests_deeper(tools, MAX_NESTING):
+        raise bad_request(f"arrays and maps of the tools nest more than {MAX_NESTING} deep")
+    return tools
+
+
 def _utf8(body: bytes) -> str:
     try:
         return body.decode("utf-8")
@@ -146,7 +199,7 @@ def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise bad_request(f"the messages are not what they should be: {error!s:.200}") from None
+        raise bad_request(f"the messages or tools are not what they should be: {error!s:.200}") from None
 
 
 def _length(packed: bytes, *, fixed: int, fixed_bits: int, wide: int) -> int | None:

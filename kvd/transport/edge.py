@@ -116,10 +116,10 @@ class Edge:
             RequestError: ``overloaded``, if too many prompts or too many bytes of them wait.
         """
         config = self.config
-        if self.num_text_jobs >= config.max_text_jobs or self.num_text_bytes + len(job.body) > max(config.max_text_bytes, len(job.body)):
+        if self.num_text_jobs >= config.max_text_jobs or self.num_text_bytes + job.num_bytes > max(config.max_text_bytes, job.num_bytes):
             raise RequestError(ErrorCode.OVERLOADED, "too many prompts wait to be tokenised", retry_after_s=RETRY_AFTER_S)
         self.num_text_jobs += 1
-        self.num_text_bytes += len(job.body)
+        self.num_text_bytes += job.num_bytes
         self.text_jobs.append(job)
 
     def text_done(self, num_bytes: int) -> None:

@@ -34,8 +34,18 @@ class Text(Protocol):
 
     def encode(self, text: str, /) -> list[int]: ...
 
+    def encode_inside(self, text: str, /) -> list[int]:
+        """The ids of a text in the middle of another."""
+
     def encode_chat(
-        self, messages: list[dict[str, Any]], /, *, date: str, args: Mapping[str, Any], check_length: Callable[[int], None] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        /,
+        *,
+        date: str,
+        args: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+        check_length: Callable[[int], None] | None = None,
     ) -> list[int]:
         """``check_length`` is told how many tokens there are at least, before the text is tokenised; what it raises is passed on."""
 

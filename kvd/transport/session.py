@@ -109,7 +109,7 @@ class Session:
         """The bodies to tokenise; jobs of one peer must run in order."""
         jobs, self._edge.text_jobs = self._edge.text_jobs, []
         for job in jobs:
-            self._text_sizes[job.number] = len(job.body)
+            self._text_sizes[job.number] = job.num_bytes
         return jobs
 
     # -------------------------------------------------------------------------------- in: the text model and its threads

@@ -72,12 +72,22 @@ class ByteText:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_inside(self, text: str) -> list[int]:
+        return list(text.encode())
+
     def encode_chat(
-        self, messages: list[dict[str, Any]], *, date: str, args: Mapping[str, Any], check_length: Callable[[int], None] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        date: str,
+        args: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+        check_length: Callable[[int], None] | None = None,
     ) -> list[int]:
         if "explode" in args:
             raise ChatTemplateError("template exploded")
-        text = self._render(messages) + "<assistant>"
+        names = "".join(f"<tool>{tool['name']}" for tool in tools)
+        text = names + self._render(messages) + "<assistant>"
         if check_length is not None:
             check_length(self.fewest_tokens(text.encode()))
         return self.encode(text)
