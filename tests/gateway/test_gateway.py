@@ -140,7 +140,10 @@ def test_log_probabilities_name_the_tokens(client: openai.OpenAI, stream: bool):
     entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
     text = "".join(choice.delta.content or "" for choice in choices) if stream else choices[0].message.content
     assert "".join(entry.token for entry in entries) == text
-    assert all(len(entry.top_logprobs) == 2 and entry.top_logprobs[0].token == entry.token and entry.logprob == entry.top_logprobs[0].logprob < 0 for entry in entries)
+    assert all(
+        len(entry.top_logprobs) == 2 and entry.top_logprobs[0].token == entry.token and entry.logprob == entry.top_logprobs[0].logprob < 0
+        for entry in entries
+    )
     completion = client.completions.create(prompt="abc", logprobs=1, **options)
     choices = [chunk.choices[0] for chunk in completion] if stream else completion.choices
     tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
