@@ -18,6 +18,7 @@ from kvd.commands import Abort, ChoiceDone, FinishChoice, Grant, PromptLogprobsO
 from kvd.transport.bodies import TextJob, TextResult, check_ids
 from kvd.transport.choosing import choice_scores
 from kvd.transport.clients import Client
+from kvd.transport.constraining import read_constraint
 from kvd.transport.credit import StreamCredit
 from kvd.transport.edge import RETRY_AFTER_S, Edge
 from kvd.transport.errors import RequestError, bad_request
@@ -27,7 +28,7 @@ from kvd.transport.recent import Past, RecentIds
 from kvd.transport.stream import ChoiceStream
 from kvd.transport.submission import submit_command
 from kvd.transport.validation import check_fewest, check_generate, check_id, check_prompt, num_bodies
-from kvd.types import RETRYABLE_CODES, ErrorCode, FinishReason, unpack_tokens
+from kvd.types import RETRYABLE_CODES, Constraint, ErrorCode, FinishReason, unpack_tokens
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class _Request:
     message: Generate
     arrived_s: float
     credit: StreamCredit
+    constraint: Constraint | None = None
     seed: int = 0
     is_running: bool = False
     is_muted: bool = False
@@ -250,7 +252,8 @@ class Requests:
         check_generate(message, max_choices=hello.max_choices, max_stop_strings=config.max_stop_strings, vocab_size=hello.vocab_size)
         if len(bodies) != num_bodies(message):
             raise bad_request(f"generate has {len(bodies)} body frames; it must have {num_bodies(message)}")
-        request = _Request(client, message, now, StreamCredit(config.default_credit, message.credit))
+        credit = StreamCredit(config.default_credit, message.credit)
+        request = _Request(client, message, now, credit, read_constraint(message, bodies))
         if message.input == "ids":
             check_prompt((len(bodies[0]) + 3) // 4, message.max_tokens, hello.max_model_len)
         check_length = partial(check_fewest, max_tokens=message.max_tokens, max_model_len=hello.max_model_len)
@@ -300,6 +303,7 @@ class Requests:
                 stop_token_ids=tuple(sorted(stop_ids)),
                 credit_tokens=request.credit.take_grant(),
                 waited_s=now - request.arrived_s,
+                constraint=request.constraint,
             )
         )
         request.is_running = True

@@ -8,7 +8,7 @@ from kvd.cache.tenants import tenant_salt
 from kvd.commands import Submit
 from kvd.transport.choosing import beam_search
 from kvd.transport.times import times_left
-from kvd.types import SamplingParams
+from kvd.types import Constraint, SamplingParams
 
 
 def submit_command(
@@ -21,6 +21,7 @@ def submit_command(
     stop_token_ids: tuple[int, ...],
     credit_tokens: int,
     waited_s: float,
+    constraint: Constraint | None,
 ) -> Submit:
     """The command, with every default resolved. ``token_ids`` is packed, ``waited_s`` the time since the request's arrival.
 
@@ -48,6 +49,7 @@ def submit_command(
         adapter_name=message.adapter,
         best_of=message.best_of,
         beam=beam_search(message.beam),
+        constraint=constraint,
     )
 
 

@@ -8,6 +8,7 @@ from kvd_client.protocol.messages import ID_BYTES, Forget, Generate, Pin, Sampli
 
 from kvd.cache.tenants import MAX_CACHE_SALT_BYTES, PIN_NAME
 from kvd.transport.choosing import check_choosing
+from kvd.transport.constraining import check_constraint, has_source
 from kvd.transport.errors import RequestError, bad_request
 from kvd.types import MAX_PRIORITY, MIN_PRIORITY, ErrorCode
 
@@ -21,7 +22,7 @@ MAX_SEED = (1 << 64) - 1
 
 _GENERATE_DEFAULTS = Generate(request_id=b"", input="")
 NOT_SUPPORTED = (
-    "bad_words", "constraint", "echo", "prompt_logprobs", "speculation",
+    "bad_words", "echo", "prompt_logprobs", "speculation",
     "tools", "truncate_prompt",
 )  # fmt: skip
 NOT_SUPPORTED_SAMPLING = ("allowed_token_ids", "banned_token_ids", "logit_bias")
@@ -64,6 +65,7 @@ def check_generate(message: Generate, *, max_choices: int, max_stop_strings: int
     _check_ttl("queue_timeout_s", message.queue_timeout_s)
     _check_sampling(message.sampling)
     check_choosing(message, vocab_size=vocab_size)
+    check_constraint(message)
     if message.adapter:
         check_adapter(message.adapter)
     for field in NOT_SUPPORTED:
@@ -76,7 +78,7 @@ def check_generate(message: Generate, *, max_choices: int, max_stop_strings: int
 
 def num_bodies(message: Generate) -> int:
     """Body frames of a ``generate``: its input, its constraint's source, its tools."""
-    return 1 + (message.constraint not in ("", "json")) + message.tools
+    return 1 + has_source(message) + message.tools
 
 
 def check_pin(message: Pin) -> None:

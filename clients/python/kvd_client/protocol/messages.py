@@ -72,6 +72,9 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     acceptance: str = "coupled"
 
 
+CONSTRAINT_KINDS = ("json_schema", "regex", "choice", "lark", "json")
+
+
 class Generate(Message, frozen=True, tag="generate"):
     """Begin a request. Body: one frame, by ``input``; then, where ``constraint`` is named and has a source, that; then, with ``tools``, these.
 
