@@ -16,12 +16,11 @@ import torch
 from kvd.executor.input_batch import StepRows
 from kvd.executor.kernels.cpu import native
 from kvd.executor.kv_pool import PoolRows
-from kvd.executor.late_tokens import LateTokens
 from kvd.executor.native_kv_pool import NativeKvPool
 from kvd.executor.native_model import NativeModel, adapter_arguments, step_arrays
 from kvd.executor.runner import ModelRunner
 from kvd.executor.sampling.noise import stream_keys
-from kvd.step import ExecutorOutput, SchedulerOutput, StartedRow
+from kvd.step import ExecutorOutput, SchedulerOutput
 
 _IN_QUEUE = -1
 """In the place of a token id that only the queue knows yet."""
@@ -73,7 +72,6 @@ class NativeRunner(ModelRunner):
         self._native = model
         self._native_pool = pool
         self._queue = queue or native.module().StepQueue(model.decoder, max_rows)
-        self._late = LateTokens(self._batch)
 
     def execute(self, step: SchedulerOutput) -> ExecutorOutput:
         """Launch the step and wait for it."""
@@ -107,11 +105,7 @@ class NativeRunner(ModelRunner):
 
     def _know_tokens(self) -> None:
         self._queue.wait_idle()
-        self._late.take(wait=True)
-
-    def _start(self, started: StartedRow) -> None:
-        super()._start(started)
-        self._late.start(started.row)
+        super()._know_tokens()
 
     def _scratch(self, pool: PoolRows) -> NativeRunner:
         assert isinstance(pool, NativeKvPool)

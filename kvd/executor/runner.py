@@ -13,6 +13,7 @@ from kvd.executor.attention.reference import AttentionShape, ReferenceAttention
 from kvd.executor.draft import DraftModel
 from kvd.executor.input_batch import InputBatch, StepRows
 from kvd.executor.kv_pool import KvPool, KvShape, PoolRows
+from kvd.executor.late_tokens import LateTokens
 from kvd.executor.row_adapters import RowAdapters
 from kvd.executor.sampling.columns import Draws, SamplingColumns
 from kvd.executor.sampling.penalties import TokenCounts
@@ -51,6 +52,7 @@ class ModelRunner:
         self._sampling = SamplingColumns(max_rows)
         self._counts = TokenCounts(max_rows, vocab_size, pool.device)
         self._draft: DraftModel | None = None
+        self._late = LateTokens(self._batch)
         self.adapters: RowAdapters[Any] = RowAdapters()
 
     def attach_draft(self, model: StepModel, pool: PoolRows, *, max_tokens: int, max_positions: int) -> None:
@@ -64,6 +66,7 @@ class ModelRunner:
 
     def _know_tokens(self) -> None:
         """Have every sampled token in the rows' state, and the threads free that the draft model computes with."""
+        self._late.take(wait=True)
 
     def launch(self, step: SchedulerOutput) -> ExecutorOutput | PendingOutput:
         """``execute``, for a caller that can wait later; a device may still work on what is returned."""
@@ -144,6 +147,7 @@ class ModelRunner:
 
     def _start(self, started: StartedRow) -> None:
         self._sampling.start(started)
+        self._late.start(started.row)
         if self._sampling.penalised(started.row):
             known = np.frombuffer(started.token_ids, dtype="<u4")
             self._counts.start(started.row, known[: started.num_prompt_tokens], known[started.num_prompt_tokens :])

@@ -54,6 +54,12 @@ class PendingStep:
         )
 
 
+def _token_ids(drawn: Download) -> np.ndarray:
+    drawn.fence.wait()
+    token_ids: np.ndarray = drawn.tensors[1].numpy()
+    return token_ids
+
+
 class DeviceRunner(ModelRunner):
     """A runner of ``TritonModel``; called from one thread."""
 
@@ -82,6 +88,8 @@ class DeviceRunner(ModelRunner):
         failed = self._note_failures(hidden, on_device)
         if self._sampling.are_untruncated(sampled_rows, positions):
             drawn = self._draw_on_device(rows, reached, hidden, failed, on_device)
+            if self._draft is not None:
+                self._late.expect(sampled_rows, positions, done=drawn.fence.done, read=lambda: _token_ids(drawn))
             return PendingStep(step.step, rows.rows, reached, self._sampling.choices(sampled_rows), drawn)
         return self._finish_here(step.step, rows, reached, hidden, failed)
 
