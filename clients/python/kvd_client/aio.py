@@ -18,7 +18,7 @@ from kvd_client.endpoints import default_endpoint
 from kvd_client.errors import ClientClosed, KvdError
 from kvd_client.io_thread import IoThread, load_curve_keys
 from kvd_client.protocol.messages import HelloReply
-from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, generate_message, prompt_body
+from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, further_bodies, generate_message, prompt_body
 from kvd_client.results import AdapterInfo, CheckpointResult, Chunk, Completion, ForgetResult, PingResult, PinResult
 from kvd_client.session import Session
 from kvd_client.session_config import SessionConfig
@@ -255,6 +255,7 @@ class AsyncClient:
         call = Call(
             message,
             body,
+            *further_bodies(options),
             deliver=self._deliver_to(deliveries),
             answer=Answer(message.n, stream=stream, prompt_logprobs=message.prompt_logprobs is not None),
         )

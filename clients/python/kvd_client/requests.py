@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
 from kvd_client.choosing import take_beam
+from kvd_client.constraining import take_constraint
 from kvd_client.errors import BadRequest, TooLarge
 from kvd_client.protocol import codec
 from kvd_client.protocol.codes import Code
@@ -45,6 +46,9 @@ class GenerateOptions(TypedDict, total=False):
     :class:`~kvd_client.errors.DeadlineExceeded`, waiting or running. ``queue_timeout_s`` (0: none): seconds after which it fails with
     :class:`~kvd_client.errors.QueueTimeout` if it has not begun to run.
 
+    At most one of ``json_schema`` (a mapping or JSON text), ``regex``, ``choice`` (strings), ``lark`` (a grammar) and ``json`` (True: any JSON value): what the whole
+    answer must match, see docs/structured-output.md of the daemon. An answer that ``max_tokens`` cuts off is only the beginning of a match.
+
     ``adapter`` (empty: the base model): the name of a LoRA adapter of the daemon's; it is loaded if it is not.
     """
 
@@ -77,6 +81,11 @@ class GenerateOptions(TypedDict, total=False):
     deadline_s: float
     queue_timeout_s: float
     adapter: str
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    choice: Sequence[str] | None
+    lark: str | None
+    json: bool
 
 
 _SAMPLING = frozenset(Sampling.__struct_fields__)
@@ -98,6 +107,7 @@ def generate_message(input_kind: str, *, stream: bool, options: GenerateOptions)
     stop = fields.pop("stop", ())
     if "cache_salt" in fields:
         fields["cache_salt"] = salt_bytes(fields["cache_salt"])
+    constraint, _ = take_constraint(fields)
     n = fields.get("n", 1)
     if not isinstance(n, int) or n < 1 or window_tokens < 1:
         raise BadRequest("n and window_tokens are at least 1", code=Code.BAD_REQUEST)
@@ -109,12 +119,22 @@ def generate_message(input_kind: str, *, stream: bool, options: GenerateOptions)
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(fields.pop("stop_token_ids", ())),
             beam=take_beam(fields),
+            constraint=constraint,
             # A step yields a token per choice: with less than two steps' worth the daemon would wait for every credit.
             credit=max(window_tokens, 2 * n) if stream else 0,
             template_args=dict(fields.pop("template_args", {})),
             **fields,
         )
     )
+
+
+def further_bodies(options: GenerateOptions) -> tuple[bytes, ...]:
+    """The body frames of a generation behind its input's.
+
+    Raises:
+        BadRequest: one can't be sent.
+    """
+    return take_constraint(dict(options))[1]
 
 
 def pin_message(
