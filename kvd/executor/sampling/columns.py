@@ -43,6 +43,8 @@ class Draws:
     """Bias, and what may be drawn; None: nothing of it anywhere."""
     masks: DrawMasks | None = None
     """What constraints allow; None: no draw has one."""
+    drafted: tuple[np.ndarray, np.ndarray] | None = None
+    """(draw, token id) pairs, int64: what was drafted before the draw's position, and counts as said for the penalties; None: nothing anywhere."""
 
 
 class SamplingColumns:
@@ -59,6 +61,7 @@ class SamplingColumns:
         self._choice = np.zeros(max_rows, dtype=np.int64)
         self._num_choices = np.ones(max_rows, dtype=np.int64)
         self._rules = TokenRules(max_rows)
+        self._is_rejection = np.zeros(max_rows, dtype=bool)
         self._max_rows = max_rows
         self._masks: StepMasks | None = None
 
@@ -78,6 +81,7 @@ class SamplingColumns:
         self._plain[row] = self._floats["temperature"][row] == 0 and not asks_more
         self._choice[row] = started.choice
         self._num_choices[row] = started.num_choices
+        self._is_rejection[row] = started.is_rejection
 
     def begin_step(self, step: SchedulerOutput) -> None:
         """The masks of the step whose rows are sampled next."""
@@ -86,6 +90,10 @@ class SamplingColumns:
     def penalised(self, row: int) -> bool:
         """Whether the row needs its tokens counted."""
         return bool(self._penalised[row])
+
+    def reject(self, rows: np.ndarray) -> np.ndarray:
+        """Bool: which of ``rows`` accept what they drafted by rejection sampling."""
+        return self._is_rejection[rows]
 
     def are_plain(self, rows: np.ndarray, positions: np.ndarray) -> bool:
         """Whether all ``rows`` are greedy at ``positions`` and ask for nothing else: no log-probabilities, no penalty, no rule, no second choice."""

@@ -44,6 +44,11 @@ class TokenCounts:
         which = np.flatnonzero(draws.penalised)
         index, rows = self._ids(which), self._ids(draws.row[which])
         counts = self._in_output[rows]
+        if draws.drafted is not None:
+            place = np.cumsum(draws.penalised) - 1
+            of_penalised = draws.penalised[draws.drafted[0]]
+            added = self._ids(place[draws.drafted[0][of_penalised]]), self._ids(draws.drafted[1][of_penalised])
+            counts.index_put_(added, torch.ones_like(added[0], dtype=counts.dtype), accumulate=True)
         said = counts > 0
         seen = said | self._in_prompt[rows]
         changed = logits[index]

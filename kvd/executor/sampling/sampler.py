@@ -8,6 +8,7 @@ kernel happened to sort them or on the other rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,15 +37,18 @@ class Sampled:
     """bool ``[N]``: draws for which the rules left nothing, so that their ids say nothing; None: nobody's."""
 
 
-def sample(logits: Tensor, draws: Draws, counts: TokenCounts) -> Sampled:
+def sample(logits: Tensor, draws: Draws, counts: TokenCounts, amend: Callable[[Tensor, np.ndarray], np.ndarray] | None = None) -> Sampled:
     """Draw from float32 ``logits [N, V]``, finite, one row a draw. ``logits`` is used up.
 
-    Log-probabilities are those of the model's own distribution: before penalties, rules, temperature and truncation.
+    Log-probabilities are those of the model's own distribution: before penalties, rules, temperature and truncation. ``amend``, given the logits as ``shape`` leaves them and the
+    ids drawn, has the last word on these.
     """
     asked = np.flatnonzero(draws.num_logprobs >= 0)
     raw = torch.log_softmax(logits[_to(logits, asked)], dim=-1) if len(asked) else None
     stuck = shape(logits, draws, counts)
     chosen = _choose(logits, draws).cpu().numpy()
+    if amend is not None:
+        chosen = amend(logits, chosen)
     return Sampled(chosen, None if raw is None else _logprobs(raw, asked, chosen, draws.num_logprobs), stuck)
 
 
@@ -73,6 +77,26 @@ def shape(logits: Tensor, draws: Draws, counts: TokenCounts) -> np.ndarray | Non
     stuck[restricted[nothing_left]] = True
     logits[_to(logits, np.flatnonzero(stuck))] = 0
     return stuck
+
+
+def distribution(logits: Tensor, draws: Draws, counts: TokenCounts) -> Tensor:
+    """Float32 ``[N, V]``: the probabilities with which ``sample`` would draw, of the same arguments. ``logits`` is used up."""
+    shape(logits, draws, counts)
+    return probabilities(logits, draws)
+
+
+def probabilities(logits: Tensor, draws: Draws) -> Tensor:
+    """As ``distribution``, of logits as ``shape`` leaves them. A greedy draw's has a single 1."""
+    vocab_size = logits.shape[1]
+    random = np.flatnonzero(draws.temperature > 0)
+    probs = torch.zeros_like(logits).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
+    if len(random):
+        log_p = torch.log_softmax(_scaled(logits, random, draws), dim=-1)
+        threshold, _ = _threshold(torch.sort(log_p, dim=-1, descending=True).values, random, draws)
+        is_cut = ((draws.top_k > 0) & (draws.top_k < vocab_size) | (draws.top_p < 1) | (draws.min_p > 0))[random]
+        dropped = (log_p < threshold) & torch.from_numpy(is_cut).to(logits.device)[:, None]
+        probs[_to(logits, random)] = torch.softmax(log_p.masked_fill_(dropped, float("-inf")), dim=-1)
+    return probs
 
 
 def _choose(logits: Tensor, draws: Draws) -> Tensor:
