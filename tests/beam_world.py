@@ -1,11 +1,10 @@
-"""Scheduler and cache over the fake executor, for requests that are told at their end: what comes out is compared with a plain search over the fake alone."""
+"""Scheduler and cache over the fake executor, or over another runner, for requests that are told at their end: what comes out is compared with a plain search over the fake alone."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from stream_checker import FakeClock, namespace_of
-
+from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager
 from kvd.commands import ChoiceDone, RequestDone, RequestFailed, Submit, TokensOut
 from kvd.config import SchedulerConfig
@@ -43,12 +42,24 @@ class FakeModel:
         return self.known[tokens]
 
 
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def monotonic(self):
+        return self.now_s
+
+
+def namespace_of(salt, adapter):
+    return Namespace(b"fingerprint", salt, adapter)
+
+
 class World:
-    def __init__(self, *, num_blocks=200, block_size=4, max_model_len=200, max_in_flight=1, poison=None, **config):
+    def __init__(self, *, num_blocks=200, block_size=4, max_model_len=200, max_in_flight=1, poison=None, runner=None, **config):
         config = {"max_running": 16, "max_waiting": 64, "max_tokens_per_step": 64, "max_choices": 16, **config}
         self.cache = CacheManager(num_blocks=num_blocks, block_size_tokens=block_size)
-        self.runner = FakeRunner(num_blocks, block_size, max_rows=config["max_running"], poison_token_id=poison)
-        self.clock = FakeClock()
+        self.runner = runner or FakeRunner(num_blocks, block_size, max_rows=config["max_running"], poison_token_id=poison)
+        self.clock = Clock()
         self.scheduler = Scheduler(
             SchedulerConfig(**config),
             self.cache,
