@@ -9,7 +9,7 @@ import math
 from typing import assert_never
 
 from kvd.cache.hashing import HASH_BYTES, Namespace
-from kvd.cache.tenants import MAX_CACHE_SALT_BYTES, is_pin_name, pin_tenant
+from kvd.cache.tenants import MAX_CACHE_SALT_BYTES, PIN_NAME, is_pin_name, pin_tenant
 from kvd.commands import Recipe
 from kvd.storage import schema
 from kvd.storage.pin_sets import PinSetBlock, PinSetEntry, PinSetNode
@@ -57,6 +57,8 @@ def _of_recipe(recipe: Recipe) -> str:
         return f"tenant_salt has {len(recipe.tenant_salt)} bytes"
     if pin_tenant(recipe.name) and not recipe.tenant_salt:
         return "it is a tenant's and has no tenant's salt"
+    if recipe.adapter_name and not PIN_NAME.fullmatch(recipe.adapter_name):
+        return "that is no adapter's name"
     if max(len(recipe.tokenizer_digest), len(recipe.adapter)) > _MAX_DIGEST_BYTES:
         return f"a digest has more than {_MAX_DIGEST_BYTES} bytes"
     return refusal(recipe)

@@ -134,8 +134,9 @@ class StubClient:
         self._record("tokenize", prompt, messages=messages)
         return (5, 6, 7)
 
-    def pin(self, name, prompt=None, *, messages=None, cache_salt=b"", priority=50, ttl_s=0.0):
+    def pin(self, name, prompt=None, *, messages=None, cache_salt=b"", adapter="", priority=50, ttl_s=0.0):
         salt = {"cache_salt": cache_salt} if cache_salt else {}
+        salt |= {"adapter": adapter} if adapter else {}
         self._record("pin", name, prompt, messages=messages, priority=priority, ttl_s=ttl_s, **salt)
         return PinResult(name, {"tokens": 96, "blocks": 6, "durable": "recipe+bytes"})
 

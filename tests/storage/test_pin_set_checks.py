@@ -72,6 +72,7 @@ BAD = {
     "ends at no time": lambda _: recipe(expires_unix_s=math.inf),
     "ends in no year": lambda _: recipe(expires_unix_s=1e18),
     "long digest": lambda _: recipe(tokenizer_digest=bytes(100)),
+    "adapter name": lambda _: recipe(adapter_name="../poet"),
     "long adapter": lambda _: recipe(adapter=bytes(100)),
     "short fingerprint": lambda _: Namespace(b"x"),
     "long salt of a namespace": lambda _: Namespace(bytes(32), bytes(65)),
