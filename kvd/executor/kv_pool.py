@@ -134,6 +134,10 @@ class PoolRows(ABC):
         else:
             self._rows.index_fill_(0, self._ids(block_ids), 0)
 
+    @abstractmethod
+    def clear_positions(self, block_ids: np.ndarray, offsets: np.ndarray) -> None:
+        """Positions, by block and place in it, that were computed and are not part of any sequence hold nothing that could reach others, as a NaN could."""
+
     def _checked(self, block_ids: Sequence[BlockId] | np.ndarray) -> np.ndarray:
         ids = np.asarray(block_ids, dtype=np.int64)
         if len(ids) and not (ids.min() >= 0 and ids.max() < self.num_blocks):
@@ -179,6 +183,10 @@ class KvPool(PoolRows):
         """K or V of one layer of one block a row: ``(block * num_layers + layer) * 2 + kv``, kv 0 for K."""
         self.positions = values.view(-1, spec.num_kv_heads * spec.head_dim)
         """K or V of one position a row: ``plane * block_size_tokens + offset``."""
+
+    def clear_positions(self, block_ids: np.ndarray, offsets: np.ndarray) -> None:
+        planes = self._checked(block_ids)[:, None] * (2 * self.num_layers) + np.arange(2 * self.num_layers)
+        self.positions.index_fill_(0, self._ids((planes * self.block_size_tokens + offsets[:, None]).reshape(-1)), 0)
 
     def scratch(self, num_blocks: int) -> Self:
         """Another pool of the same kind, for steps that nobody keeps."""

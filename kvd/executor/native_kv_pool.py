@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Self
 
+import numpy as np
 import torch
 
 from kvd.config import ConfigError
@@ -66,6 +67,9 @@ class NativeKvPool(PoolRows):
     def address(self) -> int:
         """Where row 0 stands."""
         return self._rows.data_ptr()
+
+    def clear_positions(self, block_ids: np.ndarray, offsets: np.ndarray) -> None:
+        """Nothing: the kernels don't read behind a row's last position."""
 
     def scratch(self, num_blocks: int) -> Self:
         """Another pool of the same kind, for steps that nobody keeps."""

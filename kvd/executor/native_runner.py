@@ -90,7 +90,7 @@ class NativeRunner(ModelRunner):
         reached = np.flatnonzero(rows.samples)
         sampled_rows = rows.rows[reached]
         positions = batch.num_known[sampled_rows]
-        is_untruncated = self._sampling.are_untruncated(sampled_rows, positions)
+        is_untruncated = rows.drafts is None and self._sampling.are_untruncated(sampled_rows, positions)
         queued = self._put(step, rows, reached if is_untruncated else _NOTHING, positions)
         if is_untruncated:
             batch.append(sampled_rows, np.full(len(sampled_rows), _IN_QUEUE))
@@ -141,8 +141,10 @@ class NativeRunner(ModelRunner):
         batch = self._batch
         failed = np.zeros(len(rows.rows), dtype=bool)
         failed[queued.failed] = True
+        if rows.drafts is not None:
+            failed &= rows.drafts.counts == 0  # what was drafted wrongly may be at fault: the logits decide
         batch.failed[rows.rows] = failed
         output = self._sample(step, rows, self._native.hidden())
-        if output.failed_rows:
+        if output.failed_rows or queued.failed:
             self._queue.set_failed(rows.rows, batch.failed[rows.rows])
         return output

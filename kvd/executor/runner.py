@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from kvd.executor.sampling.columns import Draws, SamplingColumns
 from kvd.executor.sampling.penalties import TokenCounts
 from kvd.executor.sampling.sampler import Sampled, sample
 from kvd.executor.step_model import StepDecoder, StepHidden, StepModel, TorchModel, finite_rows
+from kvd.executor.verification import Verifier, joined
 from kvd.step import ContinuedRows, ExecutorOutput, SchedulerOutput, StartedRow
 from kvd.types import BlockId, SamplingParams, pack_tokens
 
@@ -28,6 +29,10 @@ class RunnerSpec(KvShape, AttentionShape, Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+
+Draw = Callable[[int, StepRows, np.ndarray, StepHidden], ExecutorOutput]
+"""Samples, in step so and so, for rows with these indices."""
 
 
 class PendingOutput(Protocol):
@@ -51,6 +56,7 @@ class ModelRunner:
         self._batch = InputBatch(max_rows, max_model_len, pool.block_size_tokens)
         self._sampling = SamplingColumns(max_rows)
         self._counts = TokenCounts(max_rows, vocab_size, pool.device)
+        self._verifier = Verifier(self._batch, self._sampling, self._counts, pool)
         self._draft: DraftModel | None = None
         self._late = LateTokens(self._batch)
         self.adapters: RowAdapters[Any] = RowAdapters()
@@ -92,7 +98,10 @@ class ModelRunner:
         hidden = self._model.forward(rows)
         finite = hidden.finite()
         if not finite.all():
-            self._batch.failed[rows.rows] |= ~np.logical_and.reduceat(finite, rows.attention.starts[:-1])
+            failed = ~np.logical_and.reduceat(finite, rows.attention.starts[:-1])
+            if rows.drafts is not None:
+                failed &= rows.drafts.counts == 0  # what was drafted wrongly may be at fault: the logits decide
+            self._batch.failed[rows.rows] |= failed
         return self._sample(step.step, rows, hidden)
 
     def warm_up(self) -> None:
@@ -141,7 +150,7 @@ class ModelRunner:
         if draft.is_asked(step):
             self._know_tokens()  # before a row that starts may take the place of another
         draft.apply(step)
-        rows = self._batch.apply(step)
+        rows = self._batch.apply(step, draft.propose)
         draft.follow(step)
         return rows
 
@@ -159,14 +168,34 @@ class ModelRunner:
         output = ExecutorOutput(step, [], [], [])
         if len(wanted):
             positions = batch.num_known[rows.rows[wanted]]
-            draw = self._draw_greedy if self._sampling.are_plain(rows.rows[wanted], positions) else self._draw
-            output = draw(step, rows, wanted, hidden)
+            is_plain = self._sampling.are_plain(rows.rows[wanted], positions)
+            draw = self._draw_greedy if is_plain else self._draw
+            if rows.drafts is None:
+                output = draw(step, rows, wanted, hidden)
+            else:
+                output = self._verify(step, rows, wanted, hidden, None if is_plain else draw)
         if not batch.failed[rows.rows].any():
             return output
         failed = rows.rows[batch.failed[rows.rows]]
         stuck = rows.rows[reached][batch.failed[rows.rows[reached]]]
         batch.append(stuck, np.zeros(len(stuck), dtype=np.int64))  # keeps a step that is already in flight in range
         return replace(output, failed_rows=tuple(failed.tolist()))
+
+    def _verify(self, step: int, rows: StepRows, wanted: np.ndarray, hidden: StepHidden, draw: Draw | None) -> ExecutorOutput:
+        """As ``draw``, which is for rows that drafted nothing, where some did; None: all rows are of one kind, so that they share one pass."""
+        drafts = rows.drafts
+        assert drafts is not None, "somebody drafts"
+        drafting = drafts.counts[wanted] > 0
+        if draw is None or drafting.all():
+            output = self._verifier.verify(step, rows, wanted, hidden)
+        else:
+            output = draw(step, rows, wanted[~drafting], hidden)
+            if drafting.any():
+                output = joined(output, self._verifier.verify(step, rows, wanted[drafting], hidden))
+        if self._draft is not None:
+            drafted_rows = rows.rows[drafts.counts > 0]
+            self._draft.rewind(drafted_rows, self._batch.num_computed[drafted_rows])
+        return replace(output, short_drafts=drafts.short)
 
     def _draw_greedy(self, step: int, rows: StepRows, wanted: np.ndarray, hidden: StepHidden) -> ExecutorOutput:
         """The most frequent case: every row takes its largest logit, and nothing else is asked of any."""

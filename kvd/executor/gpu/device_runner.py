@@ -86,7 +86,7 @@ class DeviceRunner(ModelRunner):
         positions = self._batch.num_known[sampled_rows]
         on_device = self._upload(step, rows, reached, positions)
         failed = self._note_failures(hidden, on_device)
-        if self._sampling.are_untruncated(sampled_rows, positions):
+        if rows.drafts is None and self._sampling.are_untruncated(sampled_rows, positions):
             drawn = self._draw_on_device(rows, reached, hidden, failed, on_device)
             if self._draft is not None:
                 self._late.expect(sampled_rows, positions, done=drawn.fence.done, read=lambda: _token_ids(drawn))
@@ -149,6 +149,8 @@ class DeviceRunner(ModelRunner):
     def _finish_here(self, step: int, rows: StepRows, reached: np.ndarray, hidden: TritonHidden, failed: Tensor) -> ExecutorOutput:
         batch = self._batch
         batch.failed[rows.rows] = failed.cpu().numpy()
+        if rows.drafts is not None:
+            batch.failed[rows.rows[rows.drafts.counts > 0]] = False  # what was drafted wrongly may be at fault: the logits decide
         output = self._sample(step, rows, hidden)
         sampled_rows = rows.rows[reached]
         on_device = upload(
