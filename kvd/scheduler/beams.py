@@ -77,8 +77,8 @@ class BeamRule:
 
     @property
     def num_candidates(self) -> int:
-        """Most likely tokens of each open beam that a step needs: stop ids that may not come yet are passed over."""
-        return self._num_kept + (len(self._stop_ids) if self._min_tokens else 0)
+        """Most likely tokens of each open beam that a step needs: stop ids that may not come yet are passed over, and as many are shown as were asked for."""
+        return max(self._num_kept + (len(self._stop_ids) if self._min_tokens else 0), self._num_shown or 0)
 
     def advance(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> list[int]:
         """A step: ``candidates`` are the (token id, log-probability) of each open beam's most likely tokens, at first of the prompt's alone.
