@@ -22,6 +22,7 @@ def submit_command(
     credit_tokens: int,
     waited_s: float,
     constraint: Constraint | None,
+    bad_words: tuple[tuple[int, ...], ...],
 ) -> Submit:
     """The command, with every default resolved. ``token_ids`` is packed, ``waited_s`` the time since the request's arrival.
 
@@ -32,7 +33,7 @@ def submit_command(
     return Submit(
         request_id=message.request_id,
         token_ids=token_ids,
-        sampling=sampling_params(message.sampling, seed),
+        sampling=sampling_params(message.sampling, seed, bad_words),
         max_tokens=max_tokens,
         may_shorten=message.max_tokens is None,
         num_choices=message.n,
@@ -50,10 +51,11 @@ def submit_command(
         best_of=message.best_of,
         beam=beam_search(message.beam),
         constraint=constraint,
+        prompt_logprobs=message.prompt_logprobs,
     )
 
 
-def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
+def sampling_params(sampling: Sampling, seed: int, bad_words: tuple[tuple[int, ...], ...]) -> SamplingParams:
     """The engine's parameters, with every default resolved."""
     return SamplingParams(
         temperature=sampling.temperature,
@@ -65,4 +67,8 @@ def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
         frequency_penalty=sampling.frequency_penalty,
         seed=seed,
         num_logprobs=sampling.logprobs,
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
+        banned_token_ids=sampling.banned_token_ids,
+        bad_words=bad_words,
     )
