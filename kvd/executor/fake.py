@@ -9,6 +9,7 @@ the byte-level vocabulary: ids 0..255 are bytes, 256 ends a sequence. It writes 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import zlib
 from array import array
@@ -24,7 +25,12 @@ from kvd.types import BlockId, KvGroup, SamplingParams, TokenLogprobs, unpack_to
 __all__ = ["EOS_TOKEN_ID", "GROUP", "VOCAB_SIZE", "FakeRunner", "SharedRunError"]
 
 GROUP = "target"
+NOT_GIVEN = -1
 _POSITION_BYTES = 32
+_WRONG_TOKEN_ID = ord("~")
+_ACCEPTS = 1 << 32
+_REDRAWS = 1 << 33
+"""Added to the choice: noise for other ends than the choice's own draws."""
 
 
 class SharedRunError(Exception):
@@ -38,7 +44,9 @@ class _Row:
         "adapter",
         "block_ids",
         "choice",
+        "drafted",
         "failed",
+        "is_rejection",
         "num_choices",
         "num_computed",
         "num_prompt_tokens",
@@ -58,6 +66,9 @@ class _Row:
         self.rules = FakeRules(started)
         self.failed = False
         self.adapter = started.adapter
+        self.is_rejection = started.is_rejection
+        self.drafted: list[int] = []
+        """Ids that stand behind the known tokens in this step; ``NOT_GIVEN`` where the draft model is to say."""
 
 
 class FakeRunner:
@@ -161,10 +172,17 @@ class FakeRunner:
             state.block_ids.extend(appended)
             for block_id in appended:
                 self._num_written[block_id] = 0
+            num_draft = continued.num_draft[index] if continued.num_draft else 0
+            state.drafted = [NOT_GIVEN] * num_draft
             if continued.given_ids:
                 given = continued.given_ids[continued.given_offsets[index] : continued.given_offsets[index + 1]]
-                state.token_ids[state.num_computed : state.num_computed + len(given)] = array(state.token_ids.typecode, given)
-            work.append((row, state, num_tokens))
+                num_known = len(given) - num_draft
+                if given:
+                    state.token_ids[state.num_computed : state.num_computed + num_known] = array(
+                        state.token_ids.typecode, given[:num_known]
+                    )
+                    state.drafted = given[num_known:]
+            work.append((row, state, num_tokens - num_draft))
         self._check_runs(step.shared_runs)
         # A row may follow positions that another row computes in this very step. These lie before its own, so that going by position
         # writes them first, as a layer of the real model writes all rows before it reads any.
@@ -256,6 +274,9 @@ class FakeRunner:
             if not reached:
                 continue
             state.rules.begin_step(masks.get(row, ()), len(state.token_ids))
+            if state.drafted:
+                self._verify(row, state, output, logprobs)
+                continue
             digest = self._context_digest(state)
             for choice in range(state.choice, state.choice + state.num_choices):
                 try:
@@ -274,6 +295,60 @@ class FakeRunner:
         return ExecutorOutput(
             step, output.rows, output.choices, output.token_ids, logprobs if asked else None, (*failed, *stuck), stuck_rows=tuple(stuck)
         )
+
+    def _verify(self, row: int, state: _Row, output: ExecutorOutput, logprobs: list[TokenLogprobs | None]) -> None:
+        """Sample after the last known token and after each drafted one that stays. What stands behind these was computed all the same, and is in the pool."""
+        num_known = len(state.token_ids)
+        drafted = list(state.drafted)
+        for nth in range(len(drafted) + 1):
+            try:
+                token_id, logprob = self._verified(state, drafted, nth)
+            except NothingLeftError:
+                if nth == 0:
+                    state.failed = True
+                    state.token_ids.append(0)
+                break
+            output.rows.append(row)
+            output.choices.append(state.choice)
+            output.token_ids.append(token_id)
+            logprobs.append(logprob)
+            state.token_ids.append(token_id)
+            if nth == len(drafted) or token_id != drafted[nth] or token_id == self._poison_token_id:
+                break
+            self._compute(state, 1)
+        if rejected := drafted[state.num_computed - num_known :]:
+            kept, is_failed = state.token_ids, state.failed
+            state.token_ids = kept[: state.num_computed] + array(kept.typecode, [max(0, each) for each in rejected])
+            self._compute(state, len(rejected))
+            state.token_ids, state.failed = kept, is_failed
+        state.num_computed = len(state.token_ids) - 1
+        state.drafted = []
+
+    def _verified(self, state: _Row, drafted: list[int], nth: int) -> tuple[int, TokenLogprobs | None]:
+        """The token at the place of the ``nth`` drafted one, if that is its own place, and its log-probability if the row asks. The draft model's proposal is made here, too."""
+        digest = self._context_digest(state)
+        token_id, logprob = _next_token(state, digest, state.choice)
+        if nth == len(drafted):
+            return token_id, logprob
+        if drafted[nth] == NOT_GIVEN:  # a smaller model is right most of the time
+            drafted[nth] = token_id if digest[5] % 4 else _WRONG_TOKEN_ID
+        if state.is_rejection and state.sampling.temperature > 0:
+            return _accepted_or_another(state, digest, drafted[nth])
+        return token_id, logprob
+
+
+def _accepted_or_another(state: _Row, digest: bytes, drafted: int) -> tuple[int, TokenLogprobs | None]:
+    """Rejection sampling of a token that was not drawn: it stays with its probability, else another one is drawn of the rest."""
+    sampling, position = state.sampling, len(state.token_ids)
+    change = state.rules.at(state.token_ids)
+    said = distribution(digest)
+    allowed = said if change is None else said.adjusted(change)
+    probability = allowed.probabilities(sampling.temperature).get(drafted, 0.0)
+    token_id = drafted
+    if noise(sampling.seed, state.choice + _ACCEPTS, position) >= probability:
+        rest = allowed.adjusted(lambda token_id, logprob: -math.inf if token_id == drafted else logprob)
+        token_id = rest.draw(sampling.temperature, noise(sampling.seed, state.choice + _REDRAWS, position))
+    return token_id, None if sampling.num_logprobs is None else said.described(token_id, sampling.num_logprobs)
 
 
 def _next_token(state: _Row, digest: bytes, choice: int) -> tuple[int, TokenLogprobs | None]:
