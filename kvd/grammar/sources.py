@@ -38,7 +38,7 @@ def grammar_of(constraint: Constraint) -> str:
     if kind == "regex":
         return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(source[0], use_ascii='d')}/"))
     if kind == "lark":
-        return str(LLMatcher.grammar_from_lark(source[0]))
+        return str(LLMatcher.grammar_from_lark(_lark(source[0])))
     return _json_grammar(_schema(source[0]))
 
 
@@ -63,6 +63,18 @@ def _schema(source: str) -> Any:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON value")
+
+
+def _lark(source: str) -> str:
+    """A Lark grammar, of one in llama.cpp's GBNF too, whose rules are written with ``::=``."""
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    if "::=" not in source:
+        return source
+    try:
+        return any_to_lark(source)
+    except (GbnfToLarkError, IndexError, ValueError, RecursionError) as error:
+        raise GrammarError(f"the grammar, read as GBNF for its ::=, is wrong: {error}") from error
 
 
 def _choice(alternatives: tuple[str, ...]) -> str:

@@ -181,6 +181,17 @@ def test_lark_may_embed_json_and_regex(compiler: GrammarCompiler) -> None:
     assert not takes(grammar, "call(add,1)")
 
 
+def test_a_grammar_in_gbnf_is_taken_as_well(compiler: GrammarCompiler) -> None:
+    gbnf = 'root ::= "yes" | "no" ("," [a-z]+)? | num\nnum ::= [0-9] [0-9]*\n'
+    grammar = compiled(compiler, Constraint("lark", (gbnf,)))
+    assert all(takes(grammar, text) for text in ("yes", "no", "no,abc", "123"))
+    assert not any(takes(grammar, text) for text in ("yes,abc", "no,", "", "12a"))
+
+
+def test_an_operator_of_gbnf_within_lark_is_text(compiler: GrammarCompiler) -> None:
+    assert takes(compiled(compiler, Constraint("lark", ('start: "a ::= " /[0-9]/',))), "a ::= 1")
+
+
 REFUSED = [
     (Constraint("json_schema", ('{"type":',)), "not JSON"),
     (Constraint("json_schema", ('{}]}, {"lark_grammar": "start: /.*/"}',)), "not JSON"),
@@ -199,6 +210,8 @@ REFUSED = [
     (Constraint("lark", ("start: foo",)), "foo"),
     (Constraint("lark", ("start: start",)), "matches nothing"),
     (Constraint("lark", ("start: <|im_end|>",)), "im_end"),
+    (Constraint("lark", ("root ::= [a-z",)), "GBNF"),
+    (Constraint("lark", ("root ::= " + "(" * 5000,)), "GBNF"),
     (Constraint("choice"), "one alternative"),
     (Constraint("choice", ("a", "")), "one alternative"),
     (Constraint("bnf", ("x",)), "one of"),
