@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 from kvd_client.requests import GenerateOptions
 
+from kvd.gateway.constraints import ConstraintFields, constraint_options
 from kvd.gateway.errors import ApiError, invalid_field, unsupported
 
 _MAX_PROMPTS = 64
@@ -32,14 +33,7 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "tool_choice": ((None, "none", "auto"), _NO_TOOLS),
         "functions": ((None, []), _NO_TOOLS),
         "function_call": ((None, "none", "auto"), _NO_TOOLS),
-        "response_format": ((None, {"type": "text"}), _NO_GRAMMAR),
-        "structured_outputs": ((None,), _NO_GRAMMAR),
-        "guided_json": ((None,), _NO_GRAMMAR),
-        "guided_regex": ((None,), _NO_GRAMMAR),
-        "guided_choice": ((None,), _NO_GRAMMAR),
-        "guided_grammar": ((None,), _NO_GRAMMAR),
-        "grammar": ((None, ""), _NO_GRAMMAR),
-        "json_schema": ((None,), _NO_GRAMMAR),
+        "guided_whitespace_pattern": ((None,), "a schema names its white space by x-guidance"),
         "logit_bias": ((None, {}), _NOT_HERE),
         "modalities": ((None, ["text"]), "this server answers with text"),
         "audio": ((None,), "this server answers with text"),
@@ -75,7 +69,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
-class Fields(msgspec.Struct, frozen=True, kw_only=True):
+class Fields(ConstraintFields, frozen=True, kw_only=True):
     """What both endpoints take. ``top_k`` to ``cache_salt`` are extensions under vLLM's names."""
 
     model: str | None = None
@@ -263,6 +257,7 @@ def _options(fields: Fields) -> GenerateOptions:
         options |= _beam_options(fields)
     elif fields.best_of is not None and fields.best_of > fields.num_choices:
         options["best_of"] = fields.best_of
+    options |= constraint_options(fields)
     if fields.seed is not None:
         options["seed"] = fields.seed & _SEED_MASK  # OpenAI's seeds are signed
     return options  # type: ignore[return-value]  # names and types are those of GenerateOptions
