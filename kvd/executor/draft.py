@@ -24,7 +24,7 @@ from kvd.executor.input_batch import InputBatch, StepRows
 from kvd.executor.kv_pool import PoolRows
 from kvd.executor.sampling.columns import SamplingColumns
 from kvd.executor.sampling.penalties import TokenCounts
-from kvd.executor.sampling.sampler import sample
+from kvd.executor.sampling.sampler import probabilities, sample
 from kvd.executor.step_model import StepHidden, StepModel, finite_rows
 from kvd.step import SchedulerOutput
 from kvd.types import BlockId
@@ -71,7 +71,6 @@ class DraftModel:
         """Of each block, the first positions that hold K and V of its tokens."""
         max_rows = len(batch.num_known)
         self._follows = np.zeros(max_rows, dtype=bool)
-        self._is_rejection = np.zeros(max_rows, dtype=bool)
         self._is_broken = np.zeros(max_rows, dtype=bool)
         """The draft model's numbers were not finite."""
         self._end = np.zeros(max_rows, dtype=np.int64)
@@ -87,7 +86,6 @@ class DraftModel:
         for started in step.started:
             self._num_valid[list(started.block_ids[-(-started.num_computed // self._block_size) :])] = 0
             self._follows[started.row] = started.drafts
-            self._is_rejection[started.row] = started.is_rejection
             self._is_broken[started.row] = False
             self._end[started.row] = 0
         if copied is not None:
@@ -167,6 +165,7 @@ class DraftModel:
             if len(drawing):
                 which = active[drawing]
                 drafted.ids[which, nth], finite = self._draw(hidden, last[drawing], rows[which], known[which] + nth, drafted)
+                drafted.places.extend((which, nth) for _ in range(len(drafted.probs) - len(drafted.places)))
                 self._batch.token_ids[rows[which], known[which] + nth] = drafted.ids[which, nth]
                 self._give_up(rows, wanted, which[~finite], nth)
             active = np.flatnonzero(wanted > nth + 1)
@@ -263,7 +262,14 @@ class DraftModel:
         if not finite.all():
             logits[torch.from_numpy(~finite).to(logits.device)] = 0.0
         draws, _ = self._sampling.draws(rows, positions, self._batch.token_ids)
-        token_ids = sample(logits, replace(draws, num_logprobs=np.full(len(rows), -1)), self._counts).token_ids
+
+        def note(shaped: Tensor, chosen: np.ndarray) -> np.ndarray:
+            drafted.probs.append(probabilities(shaped, draws))
+            return chosen
+
+        rejects = self._sampling.reject(rows).any()
+        draws = replace(draws, num_logprobs=np.full(len(rows), -1))
+        token_ids = sample(logits, draws, self._counts, note if rejects else None).token_ids
         counted = finite & draws.penalised
         if counted.any():
             self._counts.add(rows[counted], token_ids[counted])
@@ -283,8 +289,21 @@ class _Drafted:
         self.ids = np.zeros((num_rows, most), dtype=np.int64)
         self.counted: list[tuple[np.ndarray, np.ndarray]] = []
         """Rows and ids that stand in the penalties' counts until all is drawn."""
+        self.probs: list[Tensor] = []
+        """Float32 ``[rows, vocab]``: the distributions of draws of which one may be rejected."""
+        self.places: list[tuple[np.ndarray, int]] = []
+        """Which rows, and which of their tokens, each of ``probs`` is of."""
 
     def tokens(self, counts: np.ndarray) -> DraftTokens:
         """The first ``counts`` of each row."""
         kept = np.arange(self.most)[None, :] < counts[:, None]
-        return DraftTokens(self.ids[kept], np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)]), None)
+        offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+        probs = None
+        if self.probs:
+            probs = self.probs[0].new_zeros((int(offsets[-1]), self.probs[0].shape[1]))
+            for (which, nth), of_draws in zip(self.places, self.probs, strict=True):
+                is_kept = counts[which] > nth
+                probs[torch.from_numpy(offsets[which[is_kept]] + nth).to(probs.device)] = of_draws[
+                    torch.from_numpy(is_kept).to(probs.device)
+                ]
+        return DraftTokens(self.ids[kept], offsets, probs)

@@ -83,7 +83,6 @@ class NativeRunner(ModelRunner):
         """As ``ModelRunner.execute``, but perhaps still under way. The steps' results may be taken in any order."""
         batch = self._batch
         rows = self._apply(step)
-        self._sampling.begin_step(step)
         for started in step.started:
             self._start(started)
         rows = self._with_adapters(step, rows)

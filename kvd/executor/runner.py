@@ -129,7 +129,6 @@ class ModelRunner:
         rows = self._apply(step)
         self._pool.copy_blocks([copy.source for copy in step.copies], [copy.target for copy in step.copies])
         self._pool.clear_blocks(rows.fresh_blocks)
-        self._sampling.begin_step(step)
         for started in step.started:
             self._start(started)
         return self._with_adapters(step, rows)
@@ -144,6 +143,7 @@ class ModelRunner:
 
     def _apply(self, step: SchedulerOutput) -> StepRows:
         """The step's inputs, what the draft model proposes among them."""
+        self._sampling.begin_step(step)
         draft = self._draft
         if draft is None:
             return self._batch.apply(step)
