@@ -42,7 +42,7 @@ def smollm2_path() -> Path:
     override = os.environ.get("KVD_TEST_MODEL")
     if override:
         return Path(override)
-    from kvd.cli.model_store import resolve_model
+    from kvd.settings.model_store import resolve_model
 
     return Path(resolve_model(""))
 

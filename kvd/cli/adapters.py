@@ -8,7 +8,7 @@ import click
 
 from kvd.cli.connect import Target, json_option, target_options
 from kvd.cli.output import print_json, print_rows
-from kvd.cli.units import human_size
+from kvd.settings.units import human_size
 
 if TYPE_CHECKING:
     from kvd_client.results import AdapterInfo

@@ -6,7 +6,7 @@ import click
 
 from kvd.cli.connect import Target, json_option, target_options
 from kvd.cli.output import print_json
-from kvd.cli.units import human_size
+from kvd.settings.units import human_size
 
 
 @click.command()

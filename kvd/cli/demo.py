@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from kvd.cli import model_store
 from kvd.cli.exits import CommandError, Exit
+from kvd.settings import model_store
 
 _STEP_KEYS = ("running", "num_tokens", "blocks_used", "blocks_shared", "blocks_cached", "blocks_free")
 

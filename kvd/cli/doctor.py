@@ -14,11 +14,12 @@ from typing import Any
 
 import click
 
-from kvd.cli import model_store, settings
 from kvd.cli.exits import Exit
 from kvd.cli.output import print_facts, print_json
-from kvd.cli.units import human_size
 from kvd.config import DaemonConfig
+from kvd.settings import loader as settings
+from kvd.settings import model_store
+from kvd.settings.units import human_size
 
 _DISTRIBUTIONS = (
     "kvd",

@@ -13,7 +13,7 @@ import click
 from kvd.cli.connect import Connection, connection_options
 from kvd.cli.exits import CommandError, Exit
 from kvd.cli.interrupts import end_at_once, raise_again
-from kvd.cli.units import parse_size
+from kvd.settings.units import parse_size
 
 _KEY_VARIABLE = "KVD_API_KEY"
 _EXIT_OF_ERRNO: Mapping[int, Exit] = {

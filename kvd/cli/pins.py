@@ -14,7 +14,7 @@ from kvd.cli.connect import Target, json_option, target_options
 from kvd.cli.exits import CommandError, Exit
 from kvd.cli.output import print_json, print_rows
 from kvd.cli.prompts import read_text, system_options
-from kvd.cli.units import human_duration
+from kvd.settings.units import human_duration
 
 
 @click.command()

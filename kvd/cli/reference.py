@@ -9,9 +9,9 @@ from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 
-from kvd.cli import settings
 from kvd.cli.app import COMMANDS
 from kvd.cli.exits import MEANINGS
+from kvd.settings import loader as settings
 
 
 def commands_table() -> str:

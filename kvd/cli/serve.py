@@ -11,10 +11,11 @@ from pathlib import Path
 
 import click
 
-from kvd.cli import model_store, settings
 from kvd.cli.interrupts import end_at_once, raise_again
-from kvd.cli.settings import Key, Settings
 from kvd.config import ConfigError
+from kvd.settings import loader as settings
+from kvd.settings import model_store
+from kvd.settings.loader import Key, Settings
 
 _SECTION_TITLES = {
     "model": "Model",

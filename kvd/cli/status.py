@@ -11,7 +11,7 @@ import click
 from kvd.cli.connect import READY, Target, json_option, target_options
 from kvd.cli.exits import Exit
 from kvd.cli.output import print_facts, print_json, print_rows
-from kvd.cli.units import human_duration, human_size
+from kvd.settings.units import human_duration, human_size
 
 _LINES_OF_THEIR_OWN = frozenset(
     {"governor", "waiting_blocks", "waiting_bytes", "unwritten_blocks", "refused_blocks", "max_block_bytes", "max_bytes"}

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from kvd.cli import settings
 from kvd.cli.exits import CommandError, Exit
 from kvd.cli.output import print_facts, print_json
+from kvd.settings import loader as settings
 
 _PARTS = ("recipes", "wal", "kv", "lock")
 """What a state directory holds, at least one of them (docs/storage-format.md)."""

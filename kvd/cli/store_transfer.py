@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from kvd.cli import settings
 from kvd.cli.exits import CommandError, Exit
 from kvd.cli.output import print_facts, print_json
 from kvd.cli.store import existing, group, shown, storage_errors, where
+from kvd.settings import loader as settings
 
 __all__ = ["group"]
 

@@ -32,8 +32,8 @@ from paired import commit, write_section
 
 from kvd.bench.machine import machine, today
 from kvd.bench.ratios import Ratio, ratio_of
-from kvd.cli import model_store
 from kvd.cli.demo_run import Daemon
+from kvd.settings import model_store
 
 SECTION = "cost of persistence"
 OFF = "off"

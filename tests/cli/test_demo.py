@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd.cli import app, model_store
+from kvd.cli import app
 from kvd.cli.exits import Exit
+from kvd.settings import model_store
 
 
 class DemoError(Exception):

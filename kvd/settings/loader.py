@@ -1,7 +1,7 @@
 """The loader of the configuration: flag > ``KVD_*`` environment > TOML file > default, with the origin of each value.
 
 The keys are the fields of ``kvd.config``'s dataclasses; their flat names give the flag (``--max-running``), the variable
-(``KVD_MAX_RUNNING``) and the key in the file (``[scheduler] max_running``). What a key may hold stands in ``kvd.cli.rules``.
+(``KVD_MAX_RUNNING``) and the key in the file (``[scheduler] max_running``). What a key may hold stands in ``kvd.settings.rules``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from kvd.cli.rules import Rule, conflicts, rule_of
-from kvd.cli.units import format_size, parse_size
 from kvd.config import ConfigError, DaemonConfig
+from kvd.settings.rules import Rule, conflicts, rule_of
+from kvd.settings.units import format_size, parse_size
 
 OTHER_VARIABLES = frozenset(
     {
