@@ -46,6 +46,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "hit_rate": Metric("of the prompt tokens"),
         "reused_tokens": Metric("tokens"),
         "peak_blocks": Metric("blocks", is_rate=False),
+        "blocks_saved": Metric("of the blocks"),
         "peak_memory_gib": Metric("GiB", is_rate=False),
         "late_s": Metric("s", is_rate=False),
     }

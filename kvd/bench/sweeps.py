@@ -1,4 +1,4 @@
-"""Sweeps over what a running daemon can't change: block size, head dimension, and ways of sharing. Each variant is a daemon that the sweep starts."""
+"""Sweeps over what a running daemon can't change (block size, head dimension), and over ways of sharing and widths of beams. Each variant is a daemon that the sweep starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvd.bench.beam_server import WAYS, BeamServer, Way
 from kvd.bench.kvd_server import KvdServer
 from kvd.bench.launching import Launched
 from kvd.bench.measuring import BenchError
@@ -16,7 +17,7 @@ from kvd.bench.random_model import write_random_model
 from kvd.bench.running import Entry, Target
 from kvd.bench.sharing_server import SHARING, Sharing, SharingServer
 
-DEFAULTS: dict[str, tuple[int, ...]] = {"block-size": (8, 16, 32, 64), "head-dim": (32, 64, 128), "sharing": ()}
+DEFAULTS: dict[str, tuple[int, ...]] = {"block-size": (8, 16, 32, 64), "head-dim": (32, 64, 128), "sharing": (), "beam-width": (2, 4, 6)}
 _READY_TIMEOUT_S = 300.0
 
 
@@ -47,11 +48,16 @@ class Sweep:
                 return [self._target(f"block-{size[-1]}", size) for size in sizes]
             case "head-dim":
                 return [self._target(f"head-{size}", ("--model", str(self._model(size)))) for size in self.values]
+            case "beam-width":
+                ways = [(way, width) for way in WAYS for width in self.values]
+                return [self._target(f"{way}-{width}", (), _searching(way, width)) for way, width in ways]
             case _:
                 return [self._target(sharing, (), _asking(sharing)) for sharing in SHARING]
 
     def entries(self, *, prefix_tokens: int, output_tokens: int, width: int) -> list[Entry]:
-        """What each variant does. For ``sharing`` the requests are prompts with ``width`` answers each."""
+        """What each variant does. For ``sharing`` the requests are prompts with ``width`` answers each; for ``beam-width`` no request finds what another one computed."""
+        if self.kind == "beam-width":
+            return [Entry(Point("shared-prefix", prefix_tokens, output_tokens, 2, 6))]
         if self.kind == "sharing":
             return [Entry(Point("shared-prefix", prefix_tokens, output_tokens, 2, 4, n=width))]
         return [
@@ -73,6 +79,10 @@ class Sweep:
             return write_random_model(self.root / f"model-{head_dim}", head_dim=head_dim)
         except ValueError as error:
             raise BenchError(str(error), kind="usage") from error
+
+
+def _searching(way: Way, width: int) -> Callable[[str], KvdServer]:
+    return lambda endpoint: BeamServer(endpoint, way, width)
 
 
 def _asking(sharing: Sharing) -> Callable[[str], KvdServer]:

@@ -111,6 +111,11 @@ class CacheManager:
         return self._pool.num_shared
 
     @property
+    def num_references(self) -> int:
+        """Places of blocks in tables and loads: what is more than ``num_used`` is saved by sharing. O(all blocks)."""
+        return sum(self._pool.ref_counts)
+
+    @property
     def num_available(self) -> int:
         """Free blocks and cached ones that are not pinned; leases may hold some of these back for a moment."""
         return self._blocks.num_available

@@ -249,9 +249,12 @@ def report_command(*, files: tuple[Path, ...], plot_file: Path | None, as_json: 
 
 
 @group.command("sweep")
-@click.argument("kind", metavar="KIND", type=click.Choice(("block-size", "head-dim", "sharing")))
+@click.argument("kind", metavar="KIND", type=click.Choice(("block-size", "head-dim", "sharing", "beam-width")))
 @click.option(
-    "--values", callback=_numbers, metavar="N,N,…", help="What is swept over. [default: 8,16,32,64 for block-size, 32,64,128 for head-dim]"
+    "--values",
+    callback=_numbers,
+    metavar="N,N,…",
+    help="What is swept over. [default: 8,16,32,64 for block-size, 32,64,128 for head-dim, 2,4,6 for beam-width]",
 )
 @click.option("--model", default="", metavar="MODEL", help="As for `kvd serve`, for block-size and sharing. [default: the default model]")
 @click.option("--executor", default="torch", show_default=True, help="As for `kvd serve`.")
@@ -272,6 +275,7 @@ def sweep_command(*, kind: str, as_json: bool, **options: Any) -> int:
     block-size  positions in a block
     head-dim    random models of the same size whose heads have other dimensions
     sharing     several answers to one prompt: nothing shared, prefixes only, with copy-on-write
+    beam-width  beams, and as many samples: requests a second, and the blocks that sharing saves
     """  # noqa: D301  click's mark
     with bench_errors(), tempfile.TemporaryDirectory(prefix="kvd-sweep-") as root:
         _show(asyncio.run(_sweep(kind, Path(root), options)), as_json=as_json)

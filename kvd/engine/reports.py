@@ -97,6 +97,7 @@ class Reports:
                 "total": cache.num_blocks,
                 "used": cache.num_used,
                 "shared": cache.num_shared,
+                "references": cache.num_references,
                 "cached": cache.num_cached,
                 "free": cache.num_free,
                 "pinned": cache.pinned_blocks,
