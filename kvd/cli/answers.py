@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvd.cli import constraints
 from kvd.cli.exits import CommandError, Exit
 from kvd.cli.output import print_json
 
@@ -94,7 +95,13 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-_NAMES = {"stop_token_id": "stop_token_ids", "cache_ttl": "cache_ttl_s", "deadline": "deadline_s", "queue_timeout": "queue_timeout_s"}
+_NAMES = {
+    "stop_token_id": "stop_token_ids",
+    "cache_ttl": "cache_ttl_s",
+    "deadline": "deadline_s",
+    "queue_timeout": "queue_timeout_s",
+    **constraints.NAMES,
+}
 _CUT_SHORT = "the daemon's drain ended the answer before it was complete; the same command may succeed on the next daemon"
 
 
@@ -110,16 +117,17 @@ def generation_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def wrapped(**given: Any) -> Any:
-        names = [flag.removeprefix("--").replace("-", "_") for flag, _ in _OPTIONS]
+        names = [flag.removeprefix("--").replace("-", "_") for flag, _ in (*_OPTIONS, *constraints.OPTIONS)]
         values = {_NAMES.get(name, name): given.pop(name) for name in names}
         options = {name: value for name, value in values.items() if value is not None and value is not False and value != ()}
         if options.get("early_stopping") in ("true", "false"):
             options["early_stopping"] = options["early_stopping"] == "true"
+        constraints.check(options)
         if "logprobs" in options and not given["as_json"]:
             raise click.UsageError("--logprobs needs --json")
         return command(options=options, **given)
 
-    for flag, attributes in reversed(_OPTIONS):
+    for flag, attributes in reversed((*_OPTIONS, *constraints.OPTIONS)):
         wrapped = click.option(flag, **attributes)(wrapped)
     return wrapped
 
