@@ -1,6 +1,6 @@
 """One frozen dataclass per room, validated once. A room receives only its own.
 
-``docs/operations.md`` names every key; the loader (flag > ``KVD_*`` environment > TOML file > default) is ``kvd.cli.settings``.
+``docs/operations.md`` names every key; the loader (flag > ``KVD_*`` environment > TOML file > default) is ``kvd.settings.loader``.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class SchedulerConfig:
     )
     output_token_weight: float = key(2.0, "What an output token counts beside a computed prompt token in the fairness between tenants")
     max_inter_token_ms: float = key(
-        0.0,
-        "While streams decode, steps have only so many prompt tokens that the streams' next tokens are not more than this apart, as far as measured times tell (at least 16 a step: prompts always get on); 0: prompts fill the step's token budget",
+        200.0,
+        "While streams decode, steps have only so many prompt tokens that the streams' next tokens are not more than this apart, as far as measured times tell (prompts always get on: by 16 tokens a step, and by a quarter of the time that the decodes take); 0: prompts fill the step's token budget",
     )
     max_loading_fraction: float = key(
         0.5, "Fraction of the pool that loads from disk may be filling while requests run; what does not fit is computed"
@@ -113,6 +113,13 @@ class GrammarConfig:
 class SpeculativeConfig:
     """Tokens proposed before the model computes them, and verified in one pass."""
 
+    mode: str = key(
+        "auto",
+        "How requests draft that don't say: `auto` (what followed the last tokens before, or else the draft model, wherever that is thought to pay), `ngram`, `draft` (one of these alone), `off`",
+    )
+    num_draft: int = key(8, "Tokens drafted for a sequence in a step, at most")
+    ngram_min: int = key(3, "Tokens that must have come before in the same order, for what followed them to be proposed")
+    ngram_max: int = key(12, "Tokens by which the places where they came before are told apart: the longest match is continued")
     draft_model: str = key(
         "",
         "A smaller model with the same vocabulary that drafts for requests which ask for it: named as `model` is; its keys and values take their share of `kv_memory`; empty: none",

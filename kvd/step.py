@@ -54,7 +54,8 @@ class ContinuedRows:
 
     The last ``num_draft[i]`` of the row's ``num_tokens[i]`` positions hold *drafted* tokens: given ones, or else what the draft model proposes. The row then samples
     after each of them and after its last known token, in order, and keeps of these 1 to ``num_draft[i] + 1`` tokens: those that agree with the draft,
-    and one more. With m kept, it has m known tokens more than before the drafts, all but the last of them computed.
+    and one more. With m kept, it has m known tokens more than before the drafts, all but the last of them computed. Where numbers are not finite it keeps what comes
+    before, perhaps nothing, and does not fail: without drafts it may go on.
     """
 
     rows: list[int] = field(default_factory=list)
@@ -132,8 +133,10 @@ class SchedulerOutput:
 
     @property
     def num_chunk_tokens(self) -> int:
-        """Positions of rows that compute more than one, or their first: prompts, mostly."""
-        return sum(row.num_tokens for row in self.started) + sum(count for count in self.continued.num_tokens if count > 1)
+        """Positions of rows that compute more than one, or their first: prompts, mostly. What rows draft is not among them."""
+        continued = self.continued
+        num_drafting = sum(count + 1 for count in continued.num_draft if count)
+        return sum(row.num_tokens for row in self.started) + sum(count for count in continued.num_tokens if count > 1) - num_drafting
 
 
 @dataclass(frozen=True, slots=True)

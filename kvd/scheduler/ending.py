@@ -107,6 +107,8 @@ class Endings:
             recomputed_tokens=request.recomputed_tokens,
             queue_ms=(began_s - request.submitted_s) * 1000,
             num_preemptions=request.num_preemptions,
+            drafted_tokens=request.drafted_tokens,
+            accepted_tokens=request.accepted_tokens,
         )
         self._events.append(RequestDone(request.request_id, usage))
         self._forget(request)

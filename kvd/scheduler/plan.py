@@ -60,6 +60,8 @@ class StepPlan:
                 banned_token_ids=command.stop_token_ids if command.min_tokens else (),
                 min_tokens=command.min_tokens,
                 adapter=command.adapter,
+                is_rejection=sequence.request.speculation.acceptance == "rejection",
+                drafts=sequence.request.asks_draft_model,
             )
         )
         sequence.num_blocks_sent = len(table.block_ids)

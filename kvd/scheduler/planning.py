@@ -11,6 +11,7 @@ from kvd.cache.manager import BlockTable, CacheManager, CopyOnWrite
 from kvd.config import SchedulerConfig
 from kvd.scheduler.admission import lack_of_blocks
 from kvd.scheduler.beam_rows import waiting_beams
+from kvd.scheduler.drafting import Drafting
 from kvd.scheduler.ending import Endings
 from kvd.scheduler.loads import Loads
 from kvd.scheduler.order import BACKGROUND, Order
@@ -35,6 +36,7 @@ class Planner:
         roster: Roster,
         loads: Loads,
         *,
+        drafting: Drafting | None,
         endings: Endings,
         counters: Counter[str],
     ) -> None:
@@ -45,6 +47,7 @@ class Planner:
         self._loads = loads
         self._endings = endings
         self._counters = counters
+        self._drafting = drafting
         self._shortage = Shortage(cache, roster)
         self._has_preempted = False
         self._copying: list[BlockTable] = []
@@ -57,14 +60,16 @@ class Planner:
             self._cache.end_copy(table)
         plan = StepPlan(step, self._config.max_tokens_per_step)
         self._has_preempted = False
+        drafting = self._drafting
+        if drafting is not None:
+            drafting.prepare()
         forks, stepwise, chunks, background = self._run_decodes(plan)
         for sequence in forks:
             self._run_chunk(plan, sequence)
         for sequence in stepwise:
             self._run_stepwise(plan, sequence)
-        if plan.rows or plan.started or stepwise:
-            plan.budget = self.pace.limit(plan.budget)
-        budget = plan.budget
+        num_streams = len(plan.rows) + len(plan.started)
+        budget = plan.budget = self.pace.limit(plan.budget, max(num_streams, len(stepwise)))
         self._run_prompts(plan, chunks)
         self._admit(plan, below_priority=BACKGROUND)
         for sequence in background:
@@ -72,7 +77,9 @@ class Planner:
         self._admit(plan, below_priority=BACKGROUND + 1)
         self._copying = plan.copying
         if not plan.is_empty:
-            self.pace.begin(step, budget - plan.budget)
+            self.pace.begin(step, budget - plan.budget, num_streams)
+            if drafting is not None:
+                drafting.planned(plan, has_prompts=len(plan.rows) + len(plan.started) > num_streams or bool(forks))
         return plan
 
     def _run_prompts(self, plan: StepPlan, chunks: list[Sequence]) -> None:
@@ -134,8 +141,8 @@ class Planner:
         return forks, stepwise, chunks, background
 
     def _run_stepwise(self, plan: StepPlan, sequence: Sequence) -> None:
-        """The next position of a sequence that decodes, once the id of what it sampled last is known."""
-        if sequence.num_known == sequence.num_total:
+        """The next position of a sequence that decodes, once the id of what it sampled last is known; and those of what it drafts."""
+        if sequence.num_known == sequence.num_total and (self._drafting is None or not self._drafting.run(plan, sequence)):
             self._run_chunk(plan, sequence)
 
     def _run_chunk(self, plan: StepPlan, sequence: Sequence) -> None:

@@ -11,10 +11,11 @@ from kvd.cache.events import BlockOrigin
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import BlockTable
 from kvd.commands import Submit
+from kvd.scheduler.drafter import Drafter
 from kvd.scheduler.held import HeldChoices
 from kvd.scheduler.ports import CompiledConstraint, ConstraintState
 from kvd.scheduler.tenants import Tenant
-from kvd.types import TOKEN_BYTES, SamplingParams
+from kvd.types import TOKEN_BYTES, SamplingParams, Speculation
 
 if TYPE_CHECKING:
     from kvd.scheduler.beam_rows import Beams
@@ -35,12 +36,15 @@ class Request:
     """One submitted request. Compared by identity."""
 
     __slots__ = (
+        "accepted_tokens",
         "arrival",
+        "asks_draft_model",
         "beams",
         "cached_tokens",
         "command",
         "constraint",
         "credit",
+        "drafted_tokens",
         "ended_choices",
         "first_run_s",
         "has_been_seated",
@@ -64,6 +68,7 @@ class Request:
         "restored_tokens",
         "sampling",
         "sequences",
+        "speculation",
         "stalled_s",
         "stop_token_ids",
         "submitted_s",
@@ -100,7 +105,7 @@ class Request:
         """Length at which a choice ends, prompt included."""
         self.stop_token_ids = frozenset(command.stop_token_ids)
         self.credit = command.credit_tokens
-        """Tokens that may still be sampled; taken when a step is scheduled, and overdrawn by at most one a choice."""
+        """Tokens that may still be sampled; taken when a step is scheduled, what is drafted and not accepted given back, and overdrawn by at most one a choice."""
         self.stalled_s: float | None = None
         """Since when it has lacked credit."""
         self.submitted_s = submitted_s
@@ -113,6 +118,11 @@ class Request:
         self.restored_tokens = 0
         self.recomputed_tokens = 0
         self.num_preemptions = 0
+        self.speculation = Speculation("off")
+        """How it drafts."""
+        self.asks_draft_model = False
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         self.ended_choices: set[int] = set()
         self.is_over = False
         self.is_private = False
@@ -163,6 +173,7 @@ class Sequence:
     __slots__ = (
         "choice",
         "constraint",
+        "drafter",
         "given",
         "has_asked_disk",
         "is_over",
@@ -214,6 +225,8 @@ class Sequence:
         """How far it is in what its output must match."""
         self.is_stepwise = request.command.constraint is not None
         """What it computes next depends on the ids that it sampled: no further step of it is planned before these are known."""
+        self.drafter: Drafter | None = None
+        """None: nobody has asked yet whether it drafts."""
         self.given: tuple[int, ...] = ()
         """Known ids that its row does not know: its next step is given them in the place of what the row sampled."""
 

@@ -16,11 +16,12 @@ from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager, Node
 from kvd.cache.tenants import Selection
 from kvd.commands import Event, RequestFailed, Submit
-from kvd.config import SchedulerConfig
+from kvd.config import SchedulerConfig, SpeculativeConfig
 from kvd.scheduler.admission import clamp_max_tokens, refuse
 from kvd.scheduler.beam_rows import begin_search
 from kvd.scheduler.constraints import Constraints
 from kvd.scheduler.deadlines import Deadlines
+from kvd.scheduler.drafting import Drafting, problem_of_drafting
 from kvd.scheduler.ending import Endings
 from kvd.scheduler.loads import Loads
 from kvd.scheduler.order import BACKGROUND
@@ -51,7 +52,10 @@ class Scheduler:
         shared_tile_tokens: int,
         cold_tier: ColdTier | None = None,
         constraint_compiler: ConstraintCompiler | None = None,
+        speculative: SpeculativeConfig | None = None,
+        has_draft_model: bool = False,
     ) -> None:
+        """Without ``speculative`` nobody drafts."""
         self._config = config
         self._cache = cache
         self._clock = clock
@@ -63,7 +67,12 @@ class Scheduler:
         self._endings = Endings(self._roster, clock, self._counters)
         self._requests = self._endings.requests
         self._deadlines = Deadlines()
-        self._planner = Planner(config, cache, clock, self._roster, self._loads, endings=self._endings, counters=self._counters)
+        self._drafting: Drafting | None = None
+        if speculative is not None:
+            self._drafting = Drafting(speculative, cache, self._roster, self._counters, has_model=has_draft_model)
+        self._planner = Planner(
+            config, cache, clock, self._roster, self._loads, drafting=self._drafting, endings=self._endings, counters=self._counters
+        )
         self._constraints = Constraints(constraint_compiler, self._endings, self._enter)
         self._outcomes = Outcomes(cache, self._roster, self._endings, self._constraints, self._counters)
         self._in_flight: deque[tuple[SchedulerOutput, list[Node]]] = deque()
@@ -95,6 +104,7 @@ class Scheduler:
         """Counters since the start, and the present queue depths."""
         names = (
             "steps", "prefill_tokens", "decode_tokens", "accepted", "finished", "failed", "refused", "beam_blocks", "beam_blocks_saved",
+            "drafted_tokens", "accepted_tokens",
         )  # fmt: skip
         counts = {name: self._counters[name] for name in names}
         return counts | {
@@ -126,6 +136,8 @@ class Scheduler:
             return []
         namespace = self._namespace_of(command.tenant_salt, command.adapter)
         refusal = refuse(command, namespace, self._config, self._cache, self._max_model_len)
+        if refusal is None and (problem := problem_of_drafting(command, self._drafting)):
+            refusal = RequestFailed(command.request_id, ErrorCode.BAD_REQUEST, problem)
         if refusal is None and not internal and self.num_waiting >= self._config.max_waiting:
             message = f"{self.num_waiting} requests wait, the limit is {self._config.max_waiting} (max_waiting)"
             retry_after_s = self._endings.retry_after_s(command.priority)
@@ -149,6 +161,8 @@ class Scheduler:
             origin=origin,
         )
         begin_search(request)
+        if self._drafting is not None:
+            self._drafting.enrol(request)
         self._endings.add(request)
         self._deadlines.add(request)
         if command.constraint is None:
@@ -267,17 +281,23 @@ class Scheduler:
     def update(self, step: SchedulerOutput, out: ExecutorOutput) -> list[Event]:
         """Apply what a step, the oldest in flight, has computed and sampled."""
         self._outcomes.apply(out, self._collect(step))
+        if self._drafting is not None:
+            self._drafting.settle(step.step, out)
         return self._settle()
 
     def fail_step(self, step: SchedulerOutput, message: str) -> list[Event]:
         """The executor failed in this step: its requests fail, and every block that it was filling leaves the tree."""
         self._planner.pace.forget(step.step)
+        if self._drafting is not None:
+            self._drafting.forget(step.step)
         self._outcomes.fail(step, self._collect(step), message)
         return self._settle()
 
     def note_step_time(self, step: SchedulerOutput, seconds: float) -> None:
         """The executor took so long for a step, not counting what that waited for another one."""
         self._planner.pace.end(step.step, seconds)
+        if self._drafting is not None:
+            self._drafting.note_time(step.step, seconds)
 
     def on_load_done(self, load_id: int, num_loaded: int) -> list[Event]:
         """A load that the scheduler started is over; the first ``num_loaded`` of its blocks are in the pool."""

@@ -19,11 +19,12 @@ _AGE_STEPS = 4096
 
 
 class Kind(IntEnum):
-    """How a step's rows got their tokens: one each, as quick as they come; proposed by lookup; proposed by a draft model, whose time is in it."""
+    """How a step's rows got their tokens: one each, as quick as they come; proposed by lookup; what a constraint leaves; proposed by a draft model, whose time is in it."""
 
     PLAIN = 0
     LOOKUP = 1
-    MODEL = 2
+    FORCED = 2
+    MODEL = 3
 
 
 class _Times:

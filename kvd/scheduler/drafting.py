@@ -1,0 +1,294 @@
+"""Which sequences draft in a step, what and how much, and what of it stayed.
+
+Whether drafting pays is asked at every step, of each sequence: the tokens that the step is expected to bring over the time that it is expected to take, with and
+without the drafts (``speculative.acceptance``, ``speculative.costs``). Where it doesn't, the sequence goes on as all do, a step ahead of its tokens' ids; prompt lookup
+goes on looking, at no cost to the model, and comes back when it would have been right. A draft model that doesn't pay is asked again after a while. With many others
+in the step further positions cost their share, so that drafting ends by itself; beyond ``_MOST_ROWS`` nobody looks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kvd.cache.manager import CacheManager
+from kvd.commands import Submit
+from kvd.config import SpeculativeConfig
+from kvd.scheduler.drafter import NOBODY, Drafter
+from kvd.scheduler.plan import StepPlan
+from kvd.scheduler.request import Leaving, Request, Sequence
+from kvd.scheduler.roster import Roster
+from kvd.speculative.acceptance import ModelAcceptance
+from kvd.speculative.costs import Kind, StepCosts
+from kvd.step import ExecutorOutput
+from kvd.types import TOKEN_BYTES, Speculation
+
+_MOST_ROWS = 32
+_INDEX_TOKENS_PER_STEP = 1024
+"""So many tokens of all prompts together enter the indices in a step: engine time that nobody should feel."""
+_LEAST_GAIN = 1.05
+"""How much more a step with drafts must bring, where the sequence has to leave its place a step ahead for it."""
+_IDLE_STEPS = 4
+"""After so many steps without a draft that pays a sequence goes a step ahead again."""
+_MOST_PAUSE_TOKENS = 512
+"""Output after which a draft model that did not pay is asked again, at most: the pause doubles each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a sequence drafts in a step: these ids, or as many as ``num_tokens`` of the draft model's."""
+
+    kind: Kind
+    num_tokens: int
+    expected: float
+    """How many of them are thought to be accepted."""
+    ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step in which every row decodes, or one with drafts."""
+
+    kind: Kind
+    num_positions: int
+    """0: there are prompts in it, so that its time says nothing."""
+    drafts: tuple[tuple[Sequence, int, Draft], ...]
+    """Sequence, its known tokens, and the draft."""
+
+
+class Drafting:
+    """The drafts of every step."""
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        cache: CacheManager,
+        roster: Roster,
+        counters: Counter[str],
+        *,
+        has_model: bool,
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._roster = roster
+        self._counters = counters
+        self.has_model = has_model
+        """Whether the executor has a draft model."""
+        self.costs = StepCosts()
+        self._flights: dict[int, _Flight] = {}
+        self._drafting: dict[Sequence, None] = {}
+        """Those that wait for their tokens in order to draft."""
+        self._planned: list[tuple[Sequence, int, Draft]] = []
+        self._num_positions = 0
+        self._expected = 0.0
+        """Positions of the step that is being planned, and the tokens that it is thought to bring."""
+
+    def enrol(self, request: Request) -> None:
+        """A request is accepted: settle how it drafts."""
+        command = request.command
+        wish = command.speculation or Speculation(self._config.mode)
+        if request.is_internal or command.beam is not None:
+            wish = Speculation("off")
+        request.speculation = wish
+        request.asks_draft_model = self.has_model and wish.mode in ("auto", "draft") and command.constraint is None
+
+    # ------------------------------------------------------------------------------------------ before a step
+
+    def prepare(self) -> None:
+        """A step is about to be planned: see who is to wait for its tokens, so that it can draft."""
+        running = self._roster.running
+        self._planned = []
+        is_crowded = len(running) > _MOST_ROWS
+        for sequence in [each for each in self._drafting if is_crowded or each not in running]:
+            self._go_ahead(sequence)
+        if is_crowded:
+            return
+        self._num_positions = sum(1 for each in running if each.row >= 0 and each.num_computed >= each.num_planned)
+        self._expected = float(self._num_positions)
+        left = _INDEX_TOKENS_PER_STEP
+        for sequence in running:
+            drafter = sequence.drafter
+            if drafter is NOBODY or sequence.row < 0 or sequence.num_computed < sequence.num_planned:
+                continue
+            if drafter is None:
+                drafter = self._take_on(sequence)
+            left -= drafter.learn(sequence.tokens, sequence.request.num_prompt_tokens, left)
+            if not sequence.is_stepwise and self._best(sequence, drafter, self._config.num_draft, least_gain=_LEAST_GAIN) is not None:
+                sequence.is_stepwise = True
+                self._drafting[sequence] = None
+                drafter.num_idle = 0
+
+    def _take_on(self, sequence: Sequence) -> Drafter:
+        request = sequence.request
+        looks_up = request.speculation.mode in ("auto", "ngram")
+        has_model = request.asks_draft_model
+        sequence.drafter = Drafter.make(self._config, looks_up=looks_up, has_model=has_model) if looks_up or has_model else NOBODY
+        return sequence.drafter
+
+    def _go_ahead(self, sequence: Sequence) -> None:
+        """The sequence does not wait for its tokens any more, not for drafts at least."""
+        del self._drafting[sequence]
+        sequence.is_stepwise = False
+
+    # ------------------------------------------------------------------------------------------ the drafts of a step
+
+    def run(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Plan a step with drafts of a sequence that decodes and whose tokens are all known; False: it has none, and runs as ever."""
+        drafter, table, request = sequence.drafter, sequence.table, sequence.request
+        if drafter is None or drafter is NOBODY or table is None or table.waits_for or sequence.row < 0:
+            return False
+        if sequence.leaving is not None or request.stalled_s is not None or sequence.num_computed != sequence.num_known - 1:
+            return False
+        best = self._choose(plan, sequence, drafter)
+        # nobody's blocks are taken for drafts
+        copies = self._cache.extend(table, sequence.num_known + best.num_tokens) if best is not None else None
+        if best is None or copies is None:
+            self._note_idle(sequence, drafter)
+            return False
+        drafter.num_idle = 0
+        num_tokens = 1 + best.num_tokens
+        last = int.from_bytes(sequence.tokens[-TOKEN_BYTES:], "little")
+        plan.proceed(sequence, num_tokens, num_draft=best.num_tokens, given=(last, *best.ids) if best.ids else ())
+        plan.copy(sequence, copies)
+        if sequence.constraint is not None:
+            plan.mask(sequence, best.ids)
+        self._counters["decode_tokens"] += num_tokens
+        self._planned.append((sequence, sequence.num_known, best))
+        self._num_positions += best.num_tokens
+        self._expected += best.expected
+        sequence.num_computed += num_tokens
+        sequence.num_total += num_tokens
+        sequence.last_step = plan.step
+        request.credit -= num_tokens
+        plan.budget -= num_tokens
+        return True
+
+    def _choose(self, plan: StepPlan, sequence: Sequence, drafter: Drafter) -> Draft | None:
+        most = self._most(sequence, plan.budget)
+        constraint = sequence.constraint
+        forced = tuple(constraint.forced(most)[:most]) if constraint is not None and most else ()
+        if forced:
+            expected = drafter.forced.expected(len(forced))
+            return self._if_it_pays(Draft(Kind.FORCED, len(forced), expected[-1], forced), 1.0)
+        best = self._best(sequence, drafter, most, least_gain=1.0)
+        if best is None or constraint is None:
+            return best
+        num_valid = constraint.num_valid(best.ids)
+        return Draft(best.kind, num_valid, min(best.expected, num_valid), best.ids[:num_valid]) if num_valid else None
+
+    def _if_it_pays(self, draft: Draft, least_gain: float) -> Draft | None:
+        without = self._expected / self.costs.seconds(Kind.PLAIN, self._num_positions)
+        rate = (self._expected + draft.expected) / self.costs.seconds(draft.kind, self._num_positions + draft.num_tokens)
+        return draft if rate > least_gain * without else None
+
+    def _note_idle(self, sequence: Sequence, drafter: Drafter) -> None:
+        drafter.num_idle += 1
+        if drafter.num_idle < _IDLE_STEPS or sequence not in self._drafting:
+            return
+        self._go_ahead(sequence)
+        if drafter.model is not None:
+            drafter.model = ModelAcceptance()
+            drafter.pause_until = sequence.num_known + drafter.pause_tokens
+            drafter.pause_tokens = min(2 * drafter.pause_tokens, _MOST_PAUSE_TOKENS)
+
+    def _most(self, sequence: Sequence, budget: int) -> int:
+        """How many tokens it may draft at most: by its own length, its credit (each of its choices needs some), and the step's budget."""
+        request = sequence.request
+        most = min(request.speculation.num_draft or self._config.num_draft, budget - 1, request.limit_tokens - sequence.num_total - 1)
+        if request.needs_credit:
+            most = min(most, request.credit - (request.num_sampled - len(request.ended_choices)))
+        return max(0, most)
+
+    def _best(self, sequence: Sequence, drafter: Drafter, most: int, *, least_gain: float) -> Draft | None:
+        """The draft that brings most tokens by time, if it brings ``least_gain`` times what the step brings without it."""
+        best = None
+        index = drafter.index
+        if most and index is not None and index.length and len(index) == sequence.num_known:
+            expected = drafter.lookup.expected(index.length, most)
+            num_tokens = self._most_by_time(Kind.LOOKUP, expected)
+            best = self._if_it_pays(Draft(Kind.LOOKUP, num_tokens, expected[num_tokens], tuple(index.propose(num_tokens))), least_gain)
+        if best is None and most and drafter.model is not None and sequence.num_known >= drafter.pause_until:
+            expected = drafter.model.expected(most)
+            num_tokens = self._most_by_time(Kind.MODEL, expected)
+            best = self._if_it_pays(Draft(Kind.MODEL, num_tokens, expected[num_tokens]), least_gain)
+        return best
+
+    def _most_by_time(self, kind: Kind, expected: list[float]) -> int:
+        seconds, positions = self.costs.seconds, self._num_positions
+        return max(range(1, len(expected)), key=lambda count: (self._expected + expected[count]) / seconds(kind, positions + count))
+
+    def planned(self, plan: StepPlan, *, has_prompts: bool) -> None:
+        """The step is planned."""
+        num_positions = 0 if has_prompts else sum(plan.num_tokens)
+        if not num_positions and not self._planned:
+            return
+        kind = max((draft.kind for _, _, draft in self._planned), default=Kind.LOOKUP if self._drafting else Kind.PLAIN)
+        self._flights[plan.step] = _Flight(kind, num_positions, tuple(self._planned))
+
+    # ------------------------------------------------------------------------------------------ after a step
+
+    def note_time(self, step: int, seconds: float) -> None:
+        """The step took so long."""
+        flight = self._flights.get(step)
+        if flight is not None and flight.num_positions:
+            self.costs.note(flight.kind, flight.num_positions, seconds)
+
+    def forget(self, step: int) -> None:
+        """The step failed."""
+        self._flights.pop(step, None)
+
+    def settle(self, step: int, out: ExecutorOutput) -> None:
+        """The step's tokens are told: its drafting sequences go back to those that stayed."""
+        flight = self._flights.pop(step, None)
+        if flight is None or not flight.drafts:
+            return
+        short = dict(out.short_drafts)
+        num_kept = Counter(out.rows)
+        for sequence, num_known, draft in flight.drafts:
+            num_drafted = short.get(sequence.row, draft.num_tokens)
+            num_accepted = min(max(0, num_kept[sequence.row] - 1), num_drafted)
+            self._note_accepted(sequence, draft.kind, num_drafted, num_accepted)
+            if not sequence.request.is_over and sequence.leaving is not Leaving.REPLANNED:
+                self._go_back(sequence, num_known)
+
+    def _note_accepted(self, sequence: Sequence, kind: Kind, num_drafted: int, num_accepted: int) -> None:
+        request, drafter = sequence.request, sequence.drafter
+        request.drafted_tokens += num_drafted
+        request.accepted_tokens += num_accepted
+        self._counters["drafted_tokens"] += num_drafted
+        self._counters["accepted_tokens"] += num_accepted
+        assert drafter is not None, "it has drafted"
+        if kind is Kind.MODEL and drafter.model is not None:
+            drafter.model.learn(num_drafted, num_accepted)
+        elif kind is Kind.FORCED:
+            drafter.forced.learn(num_drafted, num_accepted)
+
+    def _go_back(self, sequence: Sequence, num_known: int) -> None:
+        """What was counted as computed and sampled is what stayed; the blocks stay the sequence's."""
+        request, table = sequence.request, sequence.table
+        assert table is not None, "it has run"
+        request.credit += sequence.num_total - sequence.num_known
+        sequence.num_total = sequence.num_known
+        sequence.num_computed = sequence.num_known - 1
+        self._cache.rewind(table, sequence.num_computed)
+        if sequence.num_known == num_known and not sequence.is_over:  # not even the first was finite: without drafts it may be
+            sequence.drafter = NOBODY
+            if sequence in self._drafting:
+                self._go_ahead(sequence)
+        if request.stalled_s is not None and request.has_credit:
+            self._roster.unstall(request)
+
+
+def problem_of_drafting(command: Submit, drafting: Drafting | None) -> str:
+    """Why a request can't draft as it wants to; empty: it can."""
+    wish = command.speculation
+    if wish is None or wish.mode == "off":
+        return ""
+    if command.beam is not None:
+        return "beam search drafts no tokens: leave speculation out, or use mode off"
+    if wish.mode == "draft":
+        if drafting is None or not drafting.has_model:
+            return "speculation mode draft: this daemon has no draft model (speculative.draft_model); use ngram, or leave it out"
+        if command.constraint is not None:
+            return "speculation mode draft: what a draft model proposes can't be held to a constraint; use ngram, or leave it out"
+    return ""
