@@ -1,4 +1,4 @@
-"""Composition root: the only module that knows every room. Order of the start, signals, drain, and what the service manager is told.
+"""Composition root: the only module that knows every room. Order of the start, drain, and what the service manager is told.
 
 The start, each step only after the one before (docs/architecture.md, "Start"): state directory and lock, endpoints, pool and fingerprint, store and
 log, then weights and rehydration side by side, warm-up, and the engine loop on this very thread until the end.
@@ -6,19 +6,10 @@ log, then weights and rehydration side by side, warm-up, and the engine loop on 
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
-import gc
 import os
-import resource
-import signal
-import sys
-import threading
-import traceback
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, MappingProxyType
 
 import structlog
 
@@ -38,37 +29,26 @@ from kvd.engine.service_manager import ServiceManager
 from kvd.engine.start_progress import StartProgress
 from kvd.executor.adapter_store import AdapterStore
 from kvd.executor.head_start import HeadStart
-from kvd.executor.models.spec import ModelError, ModelSpec
+from kvd.executor.models.spec import ModelSpec
 from kvd.frontend import Frontend, start_frontend
 from kvd.grammar.compiler import GrammarCompiler
 from kvd.model_opening import OpenEngine, begin_opening, describe_model, open_engine
+from kvd.observe.notify import Notifier
 from kvd.observe.process_age import process_age_s
 from kvd.observe.progress import Progress
 from kvd.pin_rendering import current_recipes, known_ids
 from kvd.scheduler.scheduler import Scheduler
 from kvd.storage.errors import (
-    DiskFaultError,
-    EncryptionKeyError,
-    RecipesUnreadableError,
-    StateDirError,
-    StateLockedError,
-    UnknownFormatError,
     state_dir_errors,
 )
 from kvd.storage.persistence import Storage
 from kvd.storage.rehydration_report import RehydrationReport
-from kvd.text.errors import TextError
 from kvd.text.model import BYTES, SharedTextModel, TextModel
-from kvd.transport.errors import EndpointError, EndpointInUseError
 from kvd.transport.inproc import InprocInbox, InprocOutbox
 
 EXIT_OK = 0
 EXIT_SOFTWARE = 70
-EXIT_IO = 74
-EXIT_TEMPORARY = 75
-EXIT_CONFIG = 78
 
-_MAX_DESCRIPTORS = 65536
 _FRONTEND_STOP_S = 5.0
 _REHYDRATION_STOP_S = 2.0
 """How long a stop waits for the batch of blocks that is under way: it ends there, and the store is then closed behind it."""
@@ -83,70 +63,21 @@ class _Restored:
     pins_not_computed: dict[str, str]
 
 
-class _StopDuringStart(BaseException):
+class StopDuringStart(BaseException):
     """A signal or the edge's end before the engine loop ran; not an Exception, so that no boundary on the way swallows it."""
 
 
-_TEMPORARY_ENDS: Mapping[type[Exception], tuple[str, int]] = MappingProxyType(
-    {
-        StateLockedError: ("state_locked", EXIT_TEMPORARY),
-        EndpointInUseError: ("endpoint_in_use", EXIT_TEMPORARY),
-        DiskFaultError: ("disk_fault", EXIT_IO),
-    }
-)
-"""Refusals that another start may be spared with the same configuration: what is logged, and the exit code."""
-
-
-def run(config: DaemonConfig) -> int:
-    """Run the daemon on this thread until it ends; the exit code for the process (docs/operations.md, "Exit codes").
-
-    Raises:
-        ConfigError: it must not start like this; the message says what to change.
-    """
-    _raise_descriptor_limit()
-    daemon = Daemon(config)
-    try:
-        code = _run(daemon)
-    except BaseException as error:
-        if daemon.is_loading:
-            if isinstance(error, ConfigError):
-                sys.stderr.write(f"kvd: {error}\n")
-                os._exit(EXIT_CONFIG)
-            traceback.print_exc()
-            os._exit(EXIT_SOFTWARE)
-        raise
-    if daemon.is_loading:
-        os._exit(code)  # a thread inside torch would abort the interpreter's own way out
-    return code
-
-
-def _raise_descriptor_limit() -> None:
-    """As many file descriptors as the system allows, up to what the systemd unit has: without one for a new ipc connection libzmq aborts the process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-
-
-def _run(daemon: Daemon) -> int:
-    try:
-        return daemon.run()
-    except (StateLockedError, EndpointInUseError, DiskFaultError) as error:
-        event, code = _TEMPORARY_ENDS[type(error)]
-        structlog.get_logger("daemon").error(event, error=str(error))
-        return code
-    except (StateDirError, UnknownFormatError, RecipesUnreadableError, EncryptionKeyError, EndpointError, ModelError, TextError) as error:
-        raise ConfigError(str(error)) from error
-
-
 class Daemon:
-    """One daemon in this process. Single use."""
+    """One daemon in this process: it runs on the thread that calls ``run``, and leaves the process as it is. Single use."""
 
-    def __init__(self, config: DaemonConfig) -> None:
+    def __init__(
+        self, config: DaemonConfig, *, open_edge: Callable[..., Frontend] = start_frontend, notifier: Notifier | None = None
+    ) -> None:
+        """``open_edge`` is called as ``start_frontend`` is; ``notifier`` tells a service manager, without it none is told."""
         self._config = config
+        self._open_edge = open_edge
         self._clock = SystemClock()
-        self._manager = ServiceManager(self._clock)
+        self._manager = ServiceManager(self._clock, notifier or Notifier())
         self._log = structlog.get_logger("daemon")
         self._inbox = InprocInbox(config.engine.inbox_capacity)
         self._outbox = InprocOutbox()
@@ -166,7 +97,7 @@ class Daemon:
         self._adapter_store: AdapterStore | None = None
         self._head_start = HeadStart()
         self._progress = StartProgress(self._manager.progress, lambda: self._publish(State.REHYDRATING), self._clock)
-        self._num_signals = 0
+        self._num_stops = 0
         self._may_interrupt = False
         self._failure = ""
 
@@ -177,11 +108,7 @@ class Daemon:
         return self._head_start.is_running or any(thread is not None and thread.is_running for thread in threads)
 
     def run(self) -> int:
-        os.umask(0o077)
-        faulthandler.enable()  # the watchdog's SIGABRT then says what each thread was doing
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self._on_signal)
-        signal.signal(signal.SIGUSR1, self._on_frontend_end)
+        """From the start to the end; the exit code (docs/operations.md, "Exit codes")."""
         frontend: Frontend | None = None
         storage: Storage | None = None
         engine: OpenEngine | None = None
@@ -231,12 +158,18 @@ class Daemon:
             self._load_text()  # if the model is what the edge failed for, that is what to say
         return EXIT_OK if clean else EXIT_SOFTWARE
 
+    def request_stop(self) -> None:
+        """End: what runs may finish, for as long as a drain may take; during the start it ends at the next of its steps. Any thread, also before ``run``."""
+        self._num_stops += 1
+        if self._loop is not None:
+            self._loop.request_drain()
+
     # -------------------------------------------------------------------------------- start
 
     def _start_frontend(self) -> Frontend:
         config = self._config
         self._publish(State.STARTING)
-        frontend = start_frontend(
+        frontend = self._open_edge(
             config.transport,
             text_source=self._text.source,
             inbox=self._inbox,
@@ -367,12 +300,9 @@ class Daemon:
             on_state=lambda state: self._on_state(state, storage),
             on_served=storage.mark_served,
         )
-        if self._num_signals or self._failure:  # one that came since the rehydration
+        if self._num_stops or self._failure:  # one that came since the rehydration
             self._loop.request_drain()
-        # What lives until the end is not looked at by the collector: its pauses then depend on the requests alone. It was off during the start, where
-        # nearly everything stays.
-        gc.freeze()
-        gc.enable()
+        self._before_loop()
         return self._loop.run(work)
 
     def _rehydrate(self, storage: Storage, engine: OpenEngine, cache: CacheManager) -> StartWork:
@@ -453,18 +383,9 @@ class Daemon:
     def _since(self, started_s: float) -> float:
         return round(self._clock.monotonic() - started_s, 3)
 
-    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        self._num_signals += 1
-        if self._num_signals > 1:
-            os._exit(128 + signum)
-        if self._loop is not None:
-            self._loop.request_drain()
-        elif self._may_interrupt:
-            raise _StopDuringStart
-
     def _is_stopped_start(self, error: BaseException) -> bool:
-        """Whether a signal or the edge ended the start, be it that a library made an error of its own of the interruption."""
-        return isinstance(error, _StopDuringStart) or (self._loop is None and (self._num_signals > 0 or bool(self._failure)))
+        """Whether a stop or the edge ended the start, be it that a library made an error of its own of the interruption."""
+        return isinstance(error, StopDuringStart) or (self._loop is None and (self._num_stops > 0 or bool(self._failure)))
 
     def _allow_interrupts(self) -> None:
         """From here to the rehydration a signal ends the start wherever it is: what must be undone is known."""
@@ -472,19 +393,21 @@ class Daemon:
         self._end_if_stopped()
 
     def _end_if_stopped(self) -> None:
-        if self._num_signals or self._failure:
-            raise _StopDuringStart
+        if self._num_stops or self._failure:
+            raise StopDuringStart
 
     def _on_frontend_failure(self, message: str) -> None:
-        """On one of the edge's threads: without an edge nobody can be served, so end and be restarted. The signal interrupts what the start waits for."""
+        """On one of the edge's threads: without an edge nobody can be served, so end."""
         self._failure = message
         self._log.error("frontend_failed", error=message)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        self._end_soon()
 
-    def _on_frontend_end(self, _signum: int, _frame: FrameType | None) -> None:
-        if not self._failure:
-            return  # somebody else's signal
+    # -------------------------------------------------------------------------------- what the process may do besides
+
+    def _before_loop(self) -> None:
+        """Everything is loaded."""
+
+    def _end_soon(self) -> None:
+        """The edge has failed, on another thread than ``run``'s."""
         if self._loop is not None:
             self._loop.request_drain()
-        elif self._may_interrupt:
-            raise _StopDuringStart

@@ -75,7 +75,7 @@ def command(config_file: Path | None, print_config: bool, **flags: object) -> in
     config = loaded.config
     end_at_once()
     gc.disable()  # imports make hundreds of thousands of objects that stay; the daemon turns it on again when its loop begins
-    from kvd.daemon import run
+    from kvd.daemon_process import run
     from kvd.observe import logging
 
     raise_again()

@@ -13,8 +13,8 @@ _TELL_INTERVAL_S = 1.0
 class ServiceManager:
     """The service manager's view: progress extends its timeouts, the loop's rounds feed its watchdog. Never more than a datagram a second."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._notifier = Notifier.from_environment()
+    def __init__(self, clock: Clock, notifier: Notifier) -> None:
+        self._notifier = notifier
         self._clock = clock
         self._watchdog_s = self._notifier.watchdog_interval_s()
         self._next_watchdog_s = 0.0

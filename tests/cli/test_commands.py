@@ -671,9 +671,9 @@ def test_version(capsys):
 def daemon(monkeypatch, tmp_path):
     """A stub of the composition root; returns the list of configurations that it was run with."""
     runs = []
-    module = types.ModuleType("kvd.daemon")
+    module = types.ModuleType("kvd.daemon_process")
     module.run = lambda config: runs.append(config) or 7
-    monkeypatch.setitem(sys.modules, "kvd.daemon", module)
+    monkeypatch.setitem(sys.modules, "kvd.daemon_process", module)
     monkeypatch.setattr("kvd.observe.logging.configure", lambda **_: None)
     monkeypatch.setenv("KVD_MODELS_DIR", str(tmp_path / "models"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -752,7 +752,7 @@ def test_what_the_daemon_refuses_at_its_start_names_the_values_origin(daemon, mo
     def refuse(_config):
         raise ConfigError(message)
 
-    monkeypatch.setattr(sys.modules["kvd.daemon"], "run", refuse)
+    monkeypatch.setattr(sys.modules["kvd.daemon_process"], "run", refuse)
     monkeypatch.setenv("KVD_DEVICE", "cuda")
     assert app.main(["serve", "--executor", "fake"]) == Exit.CONFIG
     assert capsys.readouterr().err == f"kvd: {shown}\n"
