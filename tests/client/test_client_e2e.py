@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,9 @@ def test_the_examples_run(tmp_path: Path) -> None:
         scores = [float(line.split("(score ")[1].split(",")[0]) for line in beams[:2]]
         assert scores == sorted(scores, reverse=True)
         assert "log probability -" in beams[2]
+        structured = run_example(daemon, "structured.py")
+        assert re.search(r"^mood: (glad|sad|angry)\ndate: \d{4}-\d{2}-\d{2}\nperson: {'name'", structured)
+        assert "objekt" in structured
         chat = run_example(daemon, "chat_stream.py", stdin="hello\nand again\n")
         assert chat.count("> ") >= 3
 
