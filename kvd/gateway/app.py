@@ -28,6 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvd.gateway.adapter_names import AdapterNames
 from kvd.gateway.answers import DONE, ChatForm, CompletionForm, Form, Head, Pieces
 from kvd.gateway.errors import ApiError, api_error
 from kvd.gateway.fields import (
@@ -89,6 +90,7 @@ class Gateway:
         self._api_keys = tuple(key.encode() for key in api_keys)
         self._limits = limits
         self._served: _Served | None = None
+        self._adapters = AdapterNames()
         self._num_requests = 0
         self._num_body_bytes = 0
 
@@ -119,17 +121,22 @@ class Gateway:
     async def _models(self, request: Request) -> Response:
         self._authenticate(request.scope)
         hello = (await self._greeting(fresh=True)).hello
-        models = [self._model_facts(name, hello) for name in self._names(hello)]
+        base = self._names(hello)
+        models = [self._model_facts(name, hello) for name in base]
+        adapters = await self._adapters.names(self._client, fresh=True)
+        models += [self._model_facts(name, hello, parent=base[0]) for name in adapters if name not in base]
         return Response(msgspec.json.encode({"object": "list", "data": models}), media_type=_JSON)
 
     async def _model(self, request: Request) -> Response:
         self._authenticate(request.scope)
         name = request.path_params["name"]
-        _, served = await self._require_model(name)
-        return Response(msgspec.json.encode(self._model_facts(name, served.hello)), media_type=_JSON)
+        _, served, adapter = await self._require_model(name)
+        parent = self._names(served.hello)[0] if adapter else None
+        return Response(msgspec.json.encode(self._model_facts(name, served.hello, parent=parent)), media_type=_JSON)
 
-    def _model_facts(self, name: str, hello: HelloReply) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": 0, "owned_by": "kvd", "max_model_len": hello.limits.max_model_len}
+    def _model_facts(self, name: str, hello: HelloReply, parent: str | None = None) -> dict[str, Any]:
+        facts = {"id": name, "object": "model", "created": 0, "owned_by": "kvd", "max_model_len": hello.limits.max_model_len}
+        return facts if parent is None else {**facts, "parent": parent}
 
     def _names(self, hello: HelloReply) -> tuple[str, ...]:
         return self._served_names or (hello.model,)
@@ -158,15 +165,21 @@ class Gateway:
         server = self._client.server
         return server is not None and server.instance == served.hello.instance
 
-    async def _require_model(self, name: str | None) -> tuple[str, _Served]:
-        """The model's name as the answer gives it."""
+    async def _require_model(self, name: str | None) -> tuple[str, _Served, str]:
+        """The model's name as the answer gives it, and the LoRA adapter that it stands for, if it does."""
         served = await self._greeting()
         if name is None:
-            return self._names(served.hello)[0], served
-        if name not in self._names(served.hello) and name not in self._names((served := await self._greeting(fresh=True)).hello):
-            known = ", ".join(self._names(served.hello))
+            return self._names(served.hello)[0], served, ""
+        if name in self._names(served.hello):
+            return name, served, ""
+        adapters = await self._adapters.names(self._client, wanted=name)
+        if name in adapters:
+            return name, served, name
+        served = await self._greeting(fresh=True)
+        if name not in self._names(served.hello):
+            known = ", ".join([*self._names(served.hello), *adapters])
             raise ApiError(404, f"the model {name!r:.80} does not exist; served: {known}", code="model_not_found", param="model")
-        return name, served
+        return name, served, ""
 
     # ---------------------------------------------------------------------------------------------------- generation
 
@@ -228,16 +241,17 @@ class Gateway:
     async def _generate(
         self, fields: Fields, make_form: Callable[[TokenTexts], Form], asks: Sequence[_Ask], options: GenerateOptions, send: Send
     ) -> None:
-        name, served = await self._require_model(fields.model)
+        name, served, adapter = await self._require_model(fields.model)
+        more = {"adapter": adapter} if adapter else {}
         form = make_form(served.texts)
         head = Head(id=form.id_prefix + uuid.uuid4().hex, model=name, fingerprint=f"fp_{served.hello.fingerprint[:12]}")
         check = partial(self._check, served, "logprobs" in options)
         if fields.is_stream:
-            streams: list[AsyncStream] = [await ask(stream=True) for ask in asks]
+            streams: list[AsyncStream] = [await ask(stream=True, **more) for ask in asks]
             pieces = Pieces(form, head, with_usage=fields.wants_stream_usage)
             await Streaming(streams, pieces, fields.num_choices, check, send).run()
             return
-        completions = await _all([ask(stream=False) for ask in asks])
+        completions = await _all([ask(stream=False, **more) for ask in asks])
         await check([choice for completion in completions for choice in completion.choices])
         await _send_whole(send, 200, form.whole(head, completions))
 

@@ -19,6 +19,8 @@ _OF_CODE: Mapping[str, tuple[int, str, str]] = MappingProxyType(
         "bad_request": (400, INVALID, "bad_request"),
         "prompt_too_long": (400, INVALID, "context_length_exceeded"),  # OpenAI's own code: clients shorten their prompts by it
         "kv_capacity": (400, INVALID, "context_length_exceeded"),
+        "not_found": (404, INVALID, "model_not_found"),  # of an adapter: the only thing that a generation names
+        "adapter_unusable": (400, INVALID, "adapter_unusable"),
         "too_large": (413, INVALID, "too_large"),
         "overloaded": (429, "rate_limit_error", "overloaded"),
         "queue_timeout": (503, _SERVER, "queue_timeout"),

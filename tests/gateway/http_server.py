@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 from kvd_client.protocol.messages import HelloReply, Limits, Timings, TokenLogprob, Usage
-from kvd_client.results import Choice, Chunk, Completion
+from kvd_client.results import AdapterInfo, Choice, Chunk, Completion
 from uvicorn.server import ServerState
 
 from kvd.gateway.server import Connection
@@ -45,6 +45,9 @@ class Daemon:
     def __init__(self, model: str = "first") -> None:
         self.text = "x"
         self.before_answer: Callable[[], None] = lambda: None
+        self.adapter_names: list[str] = []
+        self.num_adapter_lists = 0
+        self.asked_adapters: list[str] = []
         self.restart(model)
 
     def restart(self, model: str) -> None:
@@ -60,7 +63,13 @@ class Daemon:
     async def detokenize(self, token_ids: Sequence[int]) -> tuple[bytes, ...]:
         return tuple(f"{self.server.model}{token_id}".encode() for token_id in token_ids)
 
-    async def generate(self, _: Any, *, stream: bool, **options: Any) -> Any:
+    async def adapters(self, *, timeout_s: float) -> tuple[AdapterInfo, ...]:
+        assert timeout_s > 0
+        self.num_adapter_lists += 1
+        return tuple(AdapterInfo(name, "on disk") for name in self.adapter_names)
+
+    async def generate(self, _: Any, *, stream: bool, adapter: str = "", **options: Any) -> Any:
+        self.asked_adapters.append(adapter)
         logprobs = (TokenLogprob(token_id=1, logprob=-0.5),) if "logprobs" in options else ()
         if stream:
             return Stream(self, Chunk(0, 0, (1,), self.text, logprobs))
