@@ -60,8 +60,8 @@ def gaps_of_streams(*, max_steps_in_flight, **scheduler):
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 def test_a_flood_of_long_prompts_keeps_no_stream_waiting_longer_than_the_bound(max_steps_in_flight):
     paced, paced_s = gaps_of_streams(max_steps_in_flight=max_steps_in_flight, max_inter_token_ms=BOUND_S * 1000)
-    chunked, chunked_s = gaps_of_streams(max_steps_in_flight=max_steps_in_flight)
-    unchunked, _ = gaps_of_streams(max_steps_in_flight=max_steps_in_flight, max_tokens_per_step=8192)
+    chunked, chunked_s = gaps_of_streams(max_steps_in_flight=max_steps_in_flight, max_inter_token_ms=0.0)
+    unchunked, _ = gaps_of_streams(max_steps_in_flight=max_steps_in_flight, max_tokens_per_step=8192, max_inter_token_ms=0.0)
     assert max(paced) <= BOUND_S
     assert max(chunked) > 4 * BOUND_S, "a whole step's budget of prompt tokens"
     assert max(unchunked) > 30 * BOUND_S, "a whole prompt and more"
