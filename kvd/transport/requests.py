@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvd_client.protocol.messages import ChoiceEnd, Finished, Generate, Timings, Tokens, Usage
+from kvd_client.protocol.messages import ChoiceEnd, Finished, Generate, Prompt, Timings, Tokens, Usage
 
 from kvd.commands import Abort, ChoiceDone, FinishChoice, Grant, PromptLogprobsOut, RequestDone, RequestFailed, RequestUsage, TokensOut
 from kvd.transport.bodies import TextJob, TextResult, check_ids
@@ -22,6 +22,7 @@ from kvd.transport.constraining import read_constraint
 from kvd.transport.credit import StreamCredit
 from kvd.transport.edge import RETRY_AFTER_S, Edge
 from kvd.transport.errors import RequestError, bad_request
+from kvd.transport.output_rules import check_something_is_left, keep_tokens
 from kvd.transport.ports import Text
 from kvd.transport.prompt_echo import prompt_messages, wire_logprob
 from kvd.transport.recent import Past, RecentIds
@@ -116,7 +117,7 @@ class Requests:
         request.client.num_text_jobs -= 1
         if self._requests.get(request.message.request_id) is request:
             try:
-                self._submit(request, result.require_ids(), now)
+                self._submit(request, result, now)
             except RequestError as error:
                 self._fail(request, error)
             except Exception as error:  # one request's fault must not end the edge
@@ -254,13 +255,14 @@ class Requests:
             raise bad_request(f"generate has {len(bodies)} body frames; it must have {num_bodies(message)}")
         credit = StreamCredit(config.default_credit, message.credit)
         request = _Request(client, message, now, credit, read_constraint(message, bodies))
-        if message.input == "ids":
+        is_truncated = message.truncate_prompt != 0
+        if message.input == "ids" and not is_truncated:
             check_prompt((len(bodies[0]) + 3) // 4, message.max_tokens, hello.max_model_len)
-        check_length = partial(check_fewest, max_tokens=message.max_tokens, max_model_len=hello.max_model_len)
+        check_length = partial(check_fewest, max_tokens=message.max_tokens, max_model_len=hello.max_model_len, is_truncated=is_truncated)
         if message.input == "text":
             check_length(text.fewest_tokens(bodies[0]))
-        if message.input == "ids" and not client.num_text_jobs:
-            self._submit(request, check_ids(bodies[0], hello.vocab_size), now)
+        if message.input == "ids" and not (client.num_text_jobs or is_truncated or message.bad_words or message.echo):
+            self._submit(request, TextResult(number=0, token_ids=check_ids(bodies[0], hello.vocab_size)), now)
         else:
             number = self._next_number()
             self._edge.queue_text(
@@ -272,6 +274,10 @@ class Requests:
                     vocab_size=hello.vocab_size,
                     template_args=message.template_args,
                     check_length=check_length,
+                    tools=bodies[-1] if message.tools else b"",
+                    keep_tokens=keep_tokens(message, hello.max_model_len),
+                    bad_words=message.bad_words,
+                    echo=message.echo,
                 )
             )
             client.num_text_jobs += 1
@@ -280,9 +286,9 @@ class Requests:
         client.request_ids.add(message.request_id)
         self._edge.counters.requests += 1
 
-    def _submit(self, request: _Request, token_ids: bytes, now: float) -> None:
+    def _submit(self, request: _Request, prompt: TextResult, now: float) -> None:
         """The prompt is known: hand the request to the engine."""
-        message = request.message
+        message, token_ids = request.message, prompt.require_ids()
         hello, text = self._edge.require_ready()
         max_tokens = check_prompt(len(token_ids) // 4, message.max_tokens, hello.max_model_len)
         if message.min_tokens > max_tokens:
@@ -291,6 +297,8 @@ class Requests:
         stop_ids = set(message.stop_token_ids)
         if not message.ignore_eos:
             stop_ids.update(text.eos_token_ids)
+        early_ids = stop_ids if message.min_tokens else ()
+        check_something_is_left(message.sampling, prompt.bad_words, early_ids=early_ids, vocab_size=hello.vocab_size)
         request.streams = _open_streams(message, text, token_ids, frozenset(stop_ids))
         request.submitted_s = now
         self._edge.put_or_refuse(
@@ -304,9 +312,13 @@ class Requests:
                 credit_tokens=request.credit.take_grant(),
                 waited_s=now - request.arrived_s,
                 constraint=request.constraint,
+                bad_words=prompt.bad_words,
             )
         )
         request.is_running = True
+        if message.echo or message.prompt_logprobs is not None:
+            bodies = (token_ids, prompt.echo.encode("utf-8", "replace")) if message.echo else ()
+            self._edge.send(request.client.peer, Prompt(request_id=message.request_id), *bodies, request_id=message.request_id)
 
     def _renew(self, request: _Request) -> None:
         if request.is_running and (num_tokens := request.credit.take_grant()):
@@ -408,5 +420,13 @@ def _open_streams(message: Generate, text: Text, token_ids: bytes, silent_ids: f
         return [ChoiceStream(choice, detokenizer=None, stops=(), silent_ids=silent_ids) for choice in range(message.n)]
     prompt = unpack_tokens(token_ids).tolist()
     return [
-        ChoiceStream(choice, detokenizer=text.detokenizer(prompt), stops=message.stop, silent_ids=silent_ids) for choice in range(message.n)
+        ChoiceStream(
+            choice,
+            detokenizer=text.detokenizer(prompt),
+            stops=message.stop,
+            silent_ids=silent_ids,
+            include_stop=message.include_stop,
+            min_tokens=message.min_tokens,
+        )
+        for choice in range(message.n)
     ]

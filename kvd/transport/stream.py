@@ -32,19 +32,30 @@ class ChoiceStream:
 
     ``num_tokens`` counts output tokens up to and including the one that completed a stop string; those after it never happened.
     The last token's text is dropped if it is one of ``silent_ids`` (end of sequence, stop token ids): it ended the choice, it says nothing.
+    A stop string counts if a token completes it that comes after the first ``min_tokens``, as an end of sequence does.
     """
 
-    __slots__ = ("_detokenizer", "_matcher", "_silent_ids", "choice", "cumulative_logprob", "finish_reason", "num_tokens")
+    __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_silent_ids", "choice", "cumulative_logprob", "finish_reason", "num_tokens")
 
-    def __init__(self, choice: int, *, detokenizer: Detokenizer | None, stops: Sequence[str], silent_ids: frozenset[int]) -> None:
-        """Without a detokenizer (no text asked for, no stop strings) ids pass as they are."""
+    def __init__(
+        self,
+        choice: int,
+        *,
+        detokenizer: Detokenizer | None,
+        stops: Sequence[str],
+        silent_ids: frozenset[int],
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """Without a detokenizer (no text asked for, no stop strings) ids pass as they are. ``include_stop``: the text ends with the stop string, not before it."""
         self.choice = choice
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self.cumulative_logprob: float | None = None
         """Of the tokens that were counted, nats; None where none came with its log-probability."""
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops) if stops else None
+        self._matcher = StopMatcher(stops, include=include_stop) if stops else None
+        self._min_tokens = min_tokens
         self._silent_ids = silent_ids
 
     def push(self, first_index: int, packed: PackedTokens, logprobs: tuple[TokenLogprobs, ...] | None) -> Delta:
@@ -81,7 +92,7 @@ class ChoiceStream:
         tail = self._detokenizer.flush()
         if self._matcher is None:
             return tail
-        final, matched = self._matcher.push(tail)
+        final, matched = self._matcher.push(tail, may_end=self.num_tokens > self._min_tokens)
         if matched:
             self.finish_reason = FinishReason.STOP
             return final
@@ -102,7 +113,8 @@ class ChoiceStream:
         for position, token_id in enumerate(token_ids):
             if token_id in self._silent_ids and position == len(token_ids) - 1:
                 break
-            final, matched = self._matcher.push(self._detokenizer.push((token_id,)))
+            may_end = self.num_tokens + position >= self._min_tokens
+            final, matched = self._matcher.push(self._detokenizer.push((token_id,)), may_end=may_end)
             pieces.append(final)
             if matched:
                 self.finish_reason = FinishReason.STOP

@@ -10,6 +10,7 @@ from kvd.cache.tenants import MAX_CACHE_SALT_BYTES, PIN_NAME
 from kvd.transport.choosing import check_choosing
 from kvd.transport.constraining import check_constraint, has_source
 from kvd.transport.errors import RequestError, bad_request
+from kvd.transport.output_rules import check_output_rules, check_truncatable
 from kvd.types import MAX_PRIORITY, MIN_PRIORITY, ErrorCode
 
 INPUTS = ("text", "ids", "messages")
@@ -21,11 +22,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = (1 << 64) - 1
 
 _GENERATE_DEFAULTS = Generate(request_id=b"", input="")
-NOT_SUPPORTED = (
-    "bad_words", "echo", "prompt_logprobs", "speculation",
-    "tools", "truncate_prompt",
-)  # fmt: skip
-NOT_SUPPORTED_SAMPLING = ("allowed_token_ids", "banned_token_ids", "logit_bias")
+NOT_SUPPORTED = ("prompt_logprobs", "speculation")
 
 
 def check_id(field: str, value: bytes) -> None:
@@ -66,13 +63,11 @@ def check_generate(message: Generate, *, max_choices: int, max_stop_strings: int
     _check_sampling(message.sampling)
     check_choosing(message, vocab_size=vocab_size)
     check_constraint(message)
+    check_output_rules(message, vocab_size=vocab_size)
     if message.adapter:
         check_adapter(message.adapter)
     for field in NOT_SUPPORTED:
         if getattr(message, field) != getattr(_GENERATE_DEFAULTS, field):
-            raise bad_request(f"{field} is not supported")
-    for field in NOT_SUPPORTED_SAMPLING:
-        if getattr(message.sampling, field):
             raise bad_request(f"{field} is not supported")
 
 
@@ -145,13 +140,15 @@ def check_prompt(num_tokens: int, max_tokens: int | None, max_model_len: int, *,
     return max_tokens
 
 
-def check_fewest(num_tokens: int, *, max_tokens: int | None, max_model_len: int) -> None:
+def check_fewest(num_tokens: int, *, max_tokens: int | None, max_model_len: int, is_truncated: bool = False) -> None:
     """Refuse a text whose tokens, at least so many, can't fit: tokenising it would only keep others waiting. 0: nothing is known.
 
     Raises:
         RequestError: ``prompt_too_long``, with the numbers.
     """
-    if num_tokens:
+    if is_truncated:
+        check_truncatable(num_tokens, max_model_len)
+    elif num_tokens:
         check_prompt(num_tokens, max_tokens, max_model_len, at_least=True)
 
 

@@ -93,6 +93,8 @@ class Generate(Message, frozen=True, tag="generate"):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop: bool = False
+    """Whether the text ends with the stop string that ended it, not before it."""
     credit: int = 0
     """Tokens over all choices that the client takes before it sends ``credit``; 0: the daemon's default window, which it renews itself as
     long as the socket takes the messages."""
@@ -113,6 +115,7 @@ class Generate(Message, frozen=True, tag="generate"):
     constraint: str = ""
     """What the output must match: ``json_schema``, ``regex``, ``choice``, ``lark``, ``json`` (any JSON; no source); empty: nothing."""
     bad_words: tuple[str, ...] = ()
+    """Texts that the output may not contain, as the tokenizer spells them, after a space and without one; spelt in other tokens they may."""
     prompt_logprobs: int | None = None
     """As ``Sampling.logprobs``, for the prompt's tokens; answered by ``prompt``."""
     echo: bool = False
@@ -120,6 +123,7 @@ class Generate(Message, frozen=True, tag="generate"):
     truncate_prompt: int = 0
     """Keep only so many of the prompt's last tokens; -1: as many as ``max_model_len`` and ``max_tokens`` leave; 0: all."""
     tools: bool = False
+    """Whether tools are sent, for the chat template; an answer is text in any case."""
     priority: int = 0
     """Class in which it waits; lower is sooner."""
     deadline_s: float = 0.0
