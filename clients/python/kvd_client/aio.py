@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 from kvd_client import operations
-from kvd_client.calls import Answer, Call, CreditWindow, Deliver, Delivery, Reply
+from kvd_client.calls import Call, CreditWindow, Deliver, Delivery, Reply
 from kvd_client.endpoints import default_endpoint
 from kvd_client.errors import ClientClosed, KvdError
 from kvd_client.io_thread import IoThread, load_curve_keys
 from kvd_client.protocol.messages import HelloReply
-from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, further_bodies, generate_message, prompt_body
+from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, generation_call, prompt_body
 from kvd_client.results import AdapterInfo, CheckpointResult, Chunk, Completion, ForgetResult, PingResult, PinResult
 from kvd_client.session import Session
 from kvd_client.session_config import SessionConfig
@@ -250,18 +250,11 @@ class AsyncClient:
     async def _generate(
         self, kind: str, body: bytes, stream: bool, timeout_s: float | None, options: GenerateOptions
     ) -> Completion | AsyncStream:
-        message = generate_message(kind, stream=stream, options=options)
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
-        call = Call(
-            message,
-            body,
-            *further_bodies(options),
-            deliver=self._deliver_to(deliveries),
-            answer=Answer(message.n, stream=stream, prompt_logprobs=message.prompt_logprobs is not None),
-        )
+        call, credit = generation_call(kind, body, options, stream=stream, deliver=self._deliver_to(deliveries))
         self._open(call, timeout_s)
         if stream:
-            return AsyncStream(self._io, call, deliveries, message.credit)
+            return AsyncStream(self._io, call, deliveries, credit)
         completion = await self._last(call, deliveries)
         assert isinstance(completion, Completion)
         return completion

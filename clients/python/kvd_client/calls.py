@@ -11,7 +11,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -279,6 +279,22 @@ class Answer:
             total, score = (None if isinstance(value, msgspec.UnsetType) else value for value in (end.cumulative_logprob, end.score))
             choices.append(Choice(end.choice, text, token_ids, end.finish_reason, logprobs, total, score))
         return Completion(message.request_id, tuple(choices), message.usage, message.timings, message.seed, self.prompt)
+
+
+class Io(Protocol):
+    """A way to a daemon. Any thread calls it."""
+
+    def open(self, call: Call) -> None:
+        """Begin a call; raises ``ClientClosed`` in a process forked since."""
+
+    def cancel(self, call: Call) -> None:
+        """Forget a call, and abort it in the daemon."""
+
+    def grant(self, call: Call, num_tokens: int) -> None:
+        """The reader of a stream has taken so many tokens."""
+
+    def close(self) -> None:
+        """End every call with ``ClientClosed``. More than once is no mistake."""
 
 
 class CreditWindow:

@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 from kvd_client import operations
-from kvd_client.calls import Answer, Call, CreditWindow, Delivery, Reply
+from kvd_client.calls import Call, CreditWindow, Delivery, Io, Reply
 from kvd_client.endpoints import default_endpoint
 from kvd_client.errors import ClientClosed, KvdError
 from kvd_client.io_thread import IoThread, load_curve_keys
 from kvd_client.protocol.messages import HelloReply
-from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, further_bodies, generate_message, prompt_body
+from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, generation_call, prompt_body
 from kvd_client.results import AdapterInfo, CheckpointResult, Chunk, Completion, ForgetResult, PingResult, PinResult
 from kvd_client.session import Session
 from kvd_client.session_config import SessionConfig
@@ -74,8 +74,19 @@ class Client:
             endpoint=self.endpoint,
         )
         curve = load_curve_keys(server_key, client_key_file) if server_key else None
-        self._io = IoThread(self.endpoint, Session(config), curve)
-        self._finalizer = weakref.finalize(self, self._io.close)
+        self._begin(IoThread(self.endpoint, Session(config), curve))
+
+    @classmethod
+    def over(cls, io: Io, *, endpoint: str, timeout_s: float) -> Self:
+        """A client over another way to a daemon than a socket: ``kvd.LLM`` has one inside its process. ``endpoint`` is its name for messages."""
+        client = cls.__new__(cls)
+        client.endpoint, client.timeout_s = endpoint, timeout_s
+        client._begin(io)  # noqa: SLF001 -- its own class
+        return client
+
+    def _begin(self, io: Io) -> None:
+        self._io = io
+        self._finalizer = weakref.finalize(self, io.close)
 
     def __enter__(self) -> Self:
         return self
@@ -296,18 +307,11 @@ class Client:
     # ------------------------------------------------------------------------------------------------------- private
 
     def _generate(self, kind: str, body: bytes, stream: bool, timeout_s: float | None, options: GenerateOptions) -> Completion | Stream:
-        message = generate_message(kind, stream=stream, options=options)
         deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-        call = Call(
-            message,
-            body,
-            *further_bodies(options),
-            deliver=deliveries.put,
-            answer=Answer(message.n, stream=stream, prompt_logprobs=message.prompt_logprobs is not None),
-        )
+        call, credit = generation_call(kind, body, options, stream=stream, deliver=deliveries.put)
         self._open(call, timeout_s)
         if stream:
-            return Stream(self._io, call, deliveries, message.credit)
+            return Stream(self._io, call, deliveries, credit)
         completion = self._last(call, deliveries)
         assert isinstance(completion, Completion)
         return completion
@@ -342,7 +346,7 @@ class Stream(Iterator[Chunk]):
     ``window_tokens`` wait unread; while they do, the daemon does not compute further ones. After the end :attr:`completion` is the whole.
     """
 
-    def __init__(self, io: IoThread, call: Call, deliveries: queue.SimpleQueue[Delivery], window_tokens: int) -> None:
+    def __init__(self, io: Io, call: Call, deliveries: queue.SimpleQueue[Delivery], window_tokens: int) -> None:
         self._io = io
         self._call = call
         self._deliveries = deliveries

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
+from kvd_client.calls import Answer, Call, Deliver
 from kvd_client.choosing import take_beam
 from kvd_client.constraining import take_constraint
 from kvd_client.errors import BadRequest, TooLarge
@@ -135,6 +136,18 @@ def further_bodies(options: GenerateOptions) -> tuple[bytes, ...]:
         BadRequest: one can't be sent.
     """
     return take_constraint(dict(options))[1]
+
+
+def generation_call(kind: str, body: bytes, options: GenerateOptions, *, stream: bool, deliver: Deliver) -> tuple[Call, int]:
+    """The call of a generation whose input is ``kind`` with ``body``, and its stream credit in tokens.
+
+    Raises:
+        TypeError: an unknown option.
+        BadRequest: an option that can't be sent.
+    """
+    message = generate_message(kind, stream=stream, options=options)
+    answer = Answer(message.n, stream=stream, prompt_logprobs=message.prompt_logprobs is not None)
+    return Call(message, body, *further_bodies(options), deliver=deliver, answer=answer), message.credit
 
 
 def pin_message(
