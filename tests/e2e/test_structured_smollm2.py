@@ -85,7 +85,7 @@ def case(number: int) -> tuple[str, dict[str, Any], Any]:
 
 @pytest.fixture(scope="module")
 def daemon(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    flags = ("--model", str(smollm2), "--kv-memory", str(20 * BLOCK_BYTES), "--max-model-len", "512", "--no-persist")
+    flags = ("--model", str(smollm2), "--kv-memory", str(16 * BLOCK_BYTES), "--dtype", "float32", "--max-model-len", "256", "--no-persist")
     with DaemonProcess(tmp_path_factory.mktemp("kvd"), *flags, fake=False) as process:
         process.wait_ready()
         yield process
