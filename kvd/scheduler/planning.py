@@ -6,6 +6,7 @@ A plain sequence that decodes is planned without its last token's id, so that a 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from kvd.cache.manager import BlockTable, CacheManager, CopyOnWrite
 from kvd.config import SchedulerConfig
@@ -71,10 +72,10 @@ class Planner:
         num_streams = len(plan.rows) + len(plan.started)
         budget = plan.budget = self.pace.limit(plan.budget, max(num_streams, len(stepwise)))
         self._run_prompts(plan, chunks)
-        self._admit(plan, below_priority=BACKGROUND)
+        self._admit(plan, lambda request: request.priority < BACKGROUND)
         for sequence in background:
             self._run_chunk(plan, sequence)
-        self._admit(plan, below_priority=BACKGROUND + 1)
+        self._admit(plan, lambda _: True)
         self._copying = plan.copying
         if not plan.is_empty:
             self.pace.begin(step, budget - plan.budget, num_streams)
@@ -83,13 +84,21 @@ class Planner:
         return plan
 
     def _run_prompts(self, plan: StepPlan, chunks: list[Sequence]) -> None:
-        """What is left of the step goes to the prompts in their order; the counters are brought up to date for those who wait, too."""
+        """What is left of the step goes to the prompts in their order. Whoever waits and comes before all of those that have begun is seated first.
+
+        The counters are brought up to date for the others who wait, too.
+        """
         roster = self._roster
-        if len(chunks) > 1 or roster.queue.num_tenants > 1:
+        num_waiting = len(roster.queue)
+        if roster.tenants.num_live > 1 and (chunks or num_waiting > 1):
             roster.tenants.charge_outputs(roster.running)
-        if len(chunks) > 1:
-            order = Order((sequence.request for sequence in chunks), self._clock.monotonic(), self._config.ageing_s)
+        if len(chunks) > 1 or (chunks and num_waiting):
+            first = roster.queue.first()
+            requests = [sequence.request for sequence in chunks]
+            order = Order(requests if first is None else [*requests, first.request], self._clock.monotonic(), self._config.ageing_s)
             chunks.sort(key=lambda sequence: order.key(sequence.request))
+            before = order.key(chunks[0].request)
+            self._admit(plan, lambda request: order.key(request) < before)
         for sequence in chunks:
             self._run_chunk(plan, sequence)
 
@@ -198,12 +207,12 @@ class Planner:
                 computing.add(node)
                 plan.fills.append(node)
 
-    def _admit(self, plan: StepPlan, *, below_priority: int) -> None:
-        """Seat those who wait, in their order, while there are budget, places and blocks; nobody passes the first of them."""
+    def _admit(self, plan: StepPlan, comes_now: Callable[[Request], bool]) -> None:
+        """Seat those who wait and may come now, in their order, while there are budget, places and blocks; nobody passes the first of them."""
         roster, cache = self._roster, self._cache
         while plan.budget > 0 and not self._has_preempted:
             sequence = roster.queue.first()
-            if sequence is None or sequence.request.priority >= below_priority:
+            if sequence is None or not comes_now(sequence.request):
                 return
             request = sequence.request
             group = [sequence] if request.beams is None else waiting_beams(request)
