@@ -89,7 +89,9 @@ class NativeRunner(ModelRunner):
         reached = np.flatnonzero(rows.samples)
         sampled_rows = rows.rows[reached]
         positions = batch.num_known[sampled_rows]
-        is_untruncated = rows.drafts is None and self._sampling.are_untruncated(sampled_rows, positions)
+        is_untruncated = (
+            rows.drafts is None and not self._scores.are_wanted(rows) and self._sampling.are_untruncated(sampled_rows, positions)
+        )
         queued = self._put(step, rows, reached if is_untruncated else _NOTHING, positions)
         if is_untruncated:
             batch.append(sampled_rows, np.full(len(sampled_rows), _IN_QUEUE))

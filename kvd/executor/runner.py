@@ -14,6 +14,7 @@ from kvd.executor.draft import DraftModel
 from kvd.executor.input_batch import InputBatch, StepRows
 from kvd.executor.kv_pool import KvPool, KvShape, PoolRows
 from kvd.executor.late_tokens import LateTokens
+from kvd.executor.prompt_scores import PromptScores
 from kvd.executor.row_adapters import RowAdapters
 from kvd.executor.sampling.columns import Draws, SamplingColumns
 from kvd.executor.sampling.penalties import TokenCounts
@@ -59,6 +60,7 @@ class ModelRunner:
         self._verifier = Verifier(self._batch, self._sampling, self._counts, pool)
         self._draft: DraftModel | None = None
         self._late = LateTokens(self._batch)
+        self._scores = PromptScores(self._batch, vocab_size)
         self.adapters: RowAdapters[Any] = RowAdapters()
 
     def attach_draft(self, model: StepModel, pool: PoolRows, *, max_tokens: int, max_positions: int) -> None:
@@ -157,12 +159,14 @@ class ModelRunner:
     def _start(self, started: StartedRow) -> None:
         self._sampling.start(started)
         self._late.start(started.row)
+        self._scores.start(started)
         if self._sampling.penalised(started.row):
             known = np.frombuffer(started.token_ids, dtype="<u4")
             self._counts.start(started.row, known[: started.num_prompt_tokens], known[started.num_prompt_tokens :])
 
     def _sample(self, step: int, rows: StepRows, hidden: StepHidden) -> ExecutorOutput:
         batch = self._batch
+        scores = self._scores.of(rows, hidden)
         reached = np.flatnonzero(rows.samples)
         wanted = reached[~batch.failed[rows.rows[reached]]]
         output = ExecutorOutput(step, [], [], [])
@@ -174,6 +178,8 @@ class ModelRunner:
                 output = draw(step, rows, wanted, hidden)
             else:
                 output = self._verify(step, rows, wanted, hidden, None if is_plain else draw)
+        if scores:
+            output = replace(output, prompt_logprobs=scores)
         if not batch.failed[rows.rows].any():
             return output
         failed = rows.rows[batch.failed[rows.rows]]

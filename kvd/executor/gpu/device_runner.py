@@ -86,7 +86,7 @@ class DeviceRunner(ModelRunner):
         positions = self._batch.num_known[sampled_rows]
         on_device = self._upload(step, rows, reached, positions)
         failed = self._note_failures(hidden, on_device)
-        if rows.drafts is None and self._sampling.are_untruncated(sampled_rows, positions):
+        if rows.drafts is None and not self._scores.are_wanted(rows) and self._sampling.are_untruncated(sampled_rows, positions):
             drawn = self._draw_on_device(rows, reached, hidden, failed, on_device)
             if self._draft is not None:
                 self._late.expect(sampled_rows, positions, done=drawn.fence.done, read=lambda: _token_ids(drawn))
