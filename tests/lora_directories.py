@@ -77,7 +77,7 @@ def make_adapter(
     for name, (outputs, inputs) in sizes.items():
         if name.rpartition(".")[2] in settings["target_modules"]:
             rank = (ranks or {}).get(name, settings["r"])
-            for half, shape, deviation in (("A", (rank, inputs), inputs**-0.5), ("B", (outputs, rank), size * rank**-0.5)):
+            for half, shape, deviation in (("A", (rank, inputs), inputs**-0.5), ("B", (outputs, rank), size * max(rank, 1) ** -0.5)):
                 values = array("f", (draw.gauss(0, deviation) for _ in range(shape[0] * shape[1])))
                 tensors[f"base_model.model.{name}.lora_{half}.weight"] = (shape, values)
     write_safetensors(path / "adapter_model.safetensors", tensors)
