@@ -19,7 +19,7 @@ from kvd.executor.adapter_files import AdapterFiles
 from kvd.executor.adapter_store import PackedAdapter
 from kvd.executor.fake_rules import FakeRules, masks_by_row
 from kvd.executor.fake_sampling import EOS_TOKEN_ID, VOCAB_SIZE, NothingLeftError, distribution, greedy, noise
-from kvd.step import ExecutorOutput, SchedulerOutput, SharedRuns, StartedRow
+from kvd.step import ExecutorOutput, PromptLogprobs, SchedulerOutput, SharedRuns, StartedRow
 from kvd.types import BlockId, KvGroup, SamplingParams, TokenLogprobs, unpack_tokens
 
 __all__ = ["EOS_TOKEN_ID", "GROUP", "VOCAB_SIZE", "FakeRunner", "SharedRunError"]
@@ -50,6 +50,7 @@ class _Row:
         "num_choices",
         "num_computed",
         "num_prompt_tokens",
+        "prompt_logprobs",
         "rules",
         "sampling",
         "token_ids",
@@ -63,6 +64,7 @@ class _Row:
         self.sampling: SamplingParams = started.sampling
         self.choice = started.choice
         self.num_choices = started.num_choices
+        self.prompt_logprobs = started.prompt_logprobs
         self.rules = FakeRules(started)
         self.failed = False
         self.adapter = started.adapter
@@ -247,15 +249,16 @@ class FakeRunner:
         block_index, offset = divmod(position, self.block_size_tokens)
         return bytes(self._block(state.block_ids[block_index])[offset * _POSITION_BYTES : (offset + 1) * _POSITION_BYTES])
 
-    def _context_digest(self, state: _Row) -> bytes:
-        """Depends on every byte of every computed position, read through the block table."""
-        num_full, rest = divmod(state.num_computed, self.block_size_tokens)
+    def _context_digest(self, state: _Row, num_tokens: int = 0) -> bytes:
+        """Depends on every byte of the first ``num_tokens`` positions, or of all that are computed, read through the block table."""
+        num_tokens = num_tokens or state.num_computed
+        num_full, rest = divmod(num_tokens, self.block_size_tokens)
         checksum = 0
         for block_id in state.block_ids[:num_full]:
             checksum = zlib.crc32(self._block(block_id), checksum)
         if rest:
             checksum = zlib.crc32(self._block(state.block_ids[num_full])[: rest * _POSITION_BYTES], checksum)
-        return self._position(state, state.num_computed - 1) + checksum.to_bytes(4, "little")
+        return self._position(state, num_tokens - 1) + checksum.to_bytes(4, "little")
 
     # ------------------------------------------------------------------------------------------ sampling
 
@@ -264,13 +267,16 @@ class FakeRunner:
         failed: list[int] = []
         stuck: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
-        for row, state, _ in work:
+        scores: list[PromptLogprobs] = []
+        for row, state, num_tokens in work:
             reached = state.num_computed == len(state.token_ids)
             if state.failed:
                 failed.append(row)
                 if reached:
                     state.token_ids.append(0)  # keeps a step that is already in flight in range
                 continue
+            if state.prompt_logprobs is not None and state.num_computed - num_tokens < state.num_prompt_tokens - 1:
+                scores.append(self._score(row, state, state.num_computed - num_tokens, state.prompt_logprobs))
             if not reached:
                 continue
             state.rules.begin_step(masks.get(row, ()), len(state.token_ids))
@@ -293,8 +299,23 @@ class FakeRunner:
             state.num_choices = 1
         asked = any(entry is not None for entry in logprobs)
         return ExecutorOutput(
-            step, output.rows, output.choices, output.token_ids, logprobs if asked else None, (*failed, *stuck), stuck_rows=tuple(stuck)
+            step,
+            output.rows,
+            output.choices,
+            output.token_ids,
+            logprobs if asked else None,
+            (*failed, *stuck),
+            stuck_rows=tuple(stuck),
+            prompt_logprobs=tuple(scores),
         )
+
+    def _score(self, row: int, state: _Row, first: int, num_logprobs: int) -> PromptLogprobs:
+        """Of the prompt tokens that follow the positions computed from ``first`` on."""
+        entries = [
+            distribution(self._context_digest(state, position)).described(state.token_ids[position], num_logprobs)
+            for position in range(first + 1, min(state.num_computed + 1, state.num_prompt_tokens))
+        ]
+        return PromptLogprobs(row, first + 1, tuple(entries))
 
     def _verify(self, row: int, state: _Row, output: ExecutorOutput, logprobs: list[TokenLogprobs | None]) -> None:
         """Sample after the last known token and after each drafted one that stays. What stands behind these was computed all the same, and is in the pool."""
