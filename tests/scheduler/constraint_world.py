@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager
 from kvd.commands import ChoiceDone, RequestDone, RequestFailed, Submit, TokensOut
-from kvd.config import SchedulerConfig
+from kvd.config import SchedulerConfig, SpeculativeConfig
 from kvd.executor.fake import EOS_TOKEN_ID, VOCAB_SIZE, FakeRunner
 from kvd.scheduler.scheduler import Scheduler
 from kvd.step import ContinuedRows, SchedulerOutput, StartedRow, TokenMasks
@@ -129,11 +129,12 @@ class WordCompiler:
             copy = WordState([])
             copy.words, copy.output = state.words, state.output
             masks.append(copy.mask())
-            state.problem = state.problem or copy.problem
             for token_id in draft:
-                copy.advance(token_id)
-                assert not copy.problem, "drafts are valid"
+                if not copy.problem:  # as in the library, what gives up at a drafted position gives up for good
+                    copy.advance(token_id)
+                    assert not copy.problem, "drafts are valid"
                 masks.append(copy.mask())
+            state.problem = state.problem or copy.problem
         self.num_masks += len(masks)
         return bytearray(b"".join(masks))
 
@@ -174,7 +175,7 @@ class FakeClock:
 
 
 class ConstraintWorld:
-    def __init__(self, *, num_blocks=64, block_size=4, max_in_flight=1, max_model_len=64, constraints=True, **config):
+    def __init__(self, *, num_blocks=64, block_size=4, max_in_flight=1, max_model_len=64, constraints=True, speculative=True, **config):
         self.config = SchedulerConfig(**{"max_running": 8, "max_waiting": 16, "max_tokens_per_step": 32, "max_choices": 4, **config})
         self.cache = CacheManager(num_blocks=num_blocks, block_size_tokens=block_size)
         self.compiler = WordCompiler()
@@ -188,6 +189,7 @@ class ConstraintWorld:
             max_model_len=max_model_len,
             shared_tile_tokens=block_size,
             constraint_compiler=self.compiler if constraints else None,
+            speculative=SpeculativeConfig() if speculative else None,
         )
         self.max_in_flight = max_in_flight
         self.in_flight = deque()

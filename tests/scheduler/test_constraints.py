@@ -20,10 +20,11 @@ def prompt(num_tokens, salt=0):
     return [97 + (7 * index + salt) % 20 for index in range(num_tokens)]
 
 
+@pytest.mark.parametrize("speculative", [False, True])
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
-def test_a_choice_is_one_of_the_words_and_ends_with_stop(sampling, max_in_flight):
-    world = ConstraintWorld(max_in_flight=max_in_flight)
+def test_a_choice_is_one_of_the_words_and_ends_with_stop(sampling, max_in_flight, speculative):
+    world = ConstraintWorld(max_in_flight=max_in_flight, speculative=speculative)
     requests = {world.submit(prompt(5 + salt, salt), WORDS, sampling=sampling): prompt(5 + salt, salt) for salt in range(6)}
     world.finish_all()
     for request, text in requests.items():
@@ -69,7 +70,7 @@ def test_choices_go_their_own_ways_from_one_prompt():
 
 
 def test_a_chunk_in_the_middle_of_a_prompt_needs_no_mask():
-    world = ConstraintWorld(max_tokens_per_step=4)
+    world = ConstraintWorld(max_tokens_per_step=4, speculative=False)
     request = world.submit(prompt(18), WORDS)
     world.finish_all()
     assert world.heard(request) == expected(prompt(18), WORDS, max_tokens=20)
@@ -83,6 +84,31 @@ def test_preempted_and_resumed_it_says_the_same():
     for salt, request in requests:
         assert world.heard(request) == expected(prompt(8, salt), LONG, max_tokens=30, sampling=WARM)
     assert world.scheduler.stats()["preemptions"] > 0
+
+
+def test_what_must_follow_is_drafted_and_says_the_same():
+    world = ConstraintWorld()
+    words = ("a" * 30, "b" * 30)
+    request = world.submit(prompt(5), words, max_tokens=30)
+    num_steps = 0
+    while world.scheduler.has_work():
+        num_steps += world.round() is not None
+    assert world.heard(request) == expected(prompt(5), words, max_tokens=30)
+    stats = world.scheduler.stats()
+    assert stats["accepted_tokens"] == stats["drafted_tokens"] > 20
+    assert num_steps < 12
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_prompt_lookup_proposes_what_the_constraint_allows(num_choices):
+    text = list(b"abcabcabcabcabcabcabcabcabc")
+    words = tuple("abc" * number + end for number in range(4, 9) for end in ("x", "y"))
+    world = ConstraintWorld(max_model_len=128)
+    request = world.submit(text, words, max_tokens=40, num_choices=num_choices, sampling=WARM)
+    world.finish_all()
+    for choice in range(num_choices):
+        assert world.heard(request, choice) == expected(text, words, max_tokens=40, sampling=WARM, choice=choice)
+    assert world.scheduler.stats()["drafted_tokens"] > 0
 
 
 def test_without_credit_it_waits_and_goes_on():
@@ -269,9 +295,11 @@ ACTIONS = st.lists(
 
 
 @settings(max_examples=60)
-@given(ACTIONS, st.integers(1, 2), st.sampled_from([16, 64]))
-def test_whatever_happens_every_text_is_what_it_is_alone(actions, max_in_flight, num_blocks):
-    world = ConstraintWorld(num_blocks=num_blocks, max_in_flight=max_in_flight, max_tokens_per_step=12, max_model_len=44, max_running=5)
+@given(ACTIONS, st.integers(1, 2), st.sampled_from([16, 64]), st.booleans())
+def test_whatever_happens_every_text_is_what_it_is_alone(actions, max_in_flight, num_blocks, speculative):
+    world = ConstraintWorld(
+        num_blocks=num_blocks, max_in_flight=max_in_flight, speculative=speculative, max_tokens_per_step=12, max_model_len=44, max_running=5
+    )
     requests, aborted = [], set()
     for action, *args in actions:
         if action == "submit":
