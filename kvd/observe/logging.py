@@ -56,6 +56,14 @@ def configure(
     root.setLevel(max(_LEVELS[level], logging.INFO))  # other people's debug records are theirs alone
 
 
+def configure_embedded(level: str) -> None:
+    """Send kvd's own records of at least this level to standard error. Python's logging stays as it is, and so does a structlog that was set up before."""
+    import structlog
+
+    if not structlog.is_configured():
+        _configure_structlog(level, "console", log_prompts=False, environ=os.environ, stream=None)
+
+
 def _configure_structlog(level: str, log_format: str, *, log_prompts: bool, environ: Mapping[str, str], stream: TextIO | None) -> None:
     import structlog
 

@@ -90,14 +90,16 @@ def load(
     environ: Mapping[str, str] = os.environ,
     config_file: Path | None = None,
     default_listen: Callable[[], str] | None = None,
+    origin_of: Callable[[Key], str] = lambda key: f"flag {key.flag}",
 ) -> Settings:
     """Read, check and merge the configuration.
 
     Args:
-        flags: by flat key name, what the command line gave: text, a bool, or a sequence of texts for ``listen``; None: not given.
+        flags: by flat key name, what the caller gave: text as on the command line, or a value of the key's kind; None: not given.
         environ: the environment.
         config_file: the TOML file; None: the one that ``KVD_CONFIG`` names, if any.
         default_listen: the endpoint to use when none is configured.
+        origin_of: where a value of ``flags`` is said to come from.
 
     Raises:
         ConfigError: a wrong key or value; the message names it, where it stands and what is allowed.
@@ -123,7 +125,7 @@ def load(
     for name, given in flags.items():
         if given is not None and given != ():
             key = known[name]
-            accept(key, _from_flag(key, given), f"flag {key.flag}")
+            accept(key, _from_flag(key, given, origin_of(key)), origin_of(key))
     _fill_places(values, origins, environ, default_listen)
     config = _build(values)
     for conflict in conflicts(config):
@@ -191,13 +193,32 @@ def _check_variables(environ: Mapping[str, str], known: Mapping[str, Key]) -> No
             raise ConfigError(f"environment: unknown variable {variable}; {_nearest(variable, names)}")
 
 
-def _from_flag(key: Key, given: object) -> Any:
-    if isinstance(given, bool):
-        return given
+def from_arguments(arguments: Mapping[str, object]) -> DaemonConfig:
+    """The configuration of an embedded daemon: by flat key name what the application says, else the defaults. Neither environment nor files have a say.
+
+    Raises:
+        TypeError: there is no such key.
+        ConfigError: a wrong value.
+    """
+    known = {key.name: key for key in all_keys()}
+    for name in arguments:
+        if name not in known:
+            raise TypeError(f"unknown setting {name!r}; {_nearest(name, known)}")
+    return load(arguments, environ={}, origin_of=lambda key: f"argument {key.name}").config
+
+
+def _from_flag(key: Key, given: object, origin: str) -> Any:
     if isinstance(given, str):
-        return _from_text(key, given, f"flag {key.flag}")
-    assert isinstance(given, Sequence), "click gives texts, booleans and tuples of texts"
-    return tuple(given)
+        return _from_text(key, given, origin)
+    if key.kind is float and type(given) is int:
+        return float(given)
+    if key.kind is Path and isinstance(given, Path):
+        return given.expanduser().absolute()
+    if key.kind is tuple and isinstance(given, Sequence):
+        return tuple(given)
+    if type(given) is not key.kind:
+        raise _wrong(key, given, origin)
+    return given
 
 
 def _from_text(key: Key, text: str, origin: str) -> Any:

@@ -1,0 +1,324 @@
+"""The whole daemon inside the application's process, without a socket: the offline batch interface, ``kvd.LLM``.
+
+Everything that the daemon does is done here by the same code: batching, prefix sharing, pins, and, with a state directory, the warm restart. It runs on
+threads of its own; the application's thread only waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import queue
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeGuard, Unpack, cast
+
+from kvd_client.calls import Call, Delivery
+from kvd_client.client import Client
+from kvd_client.errors import BadRequest, ClientClosed, KvdError, Overloaded, Timeout
+from kvd_client.protocol.codes import Code
+from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, generation_call, prompt_body
+from kvd_client.results import Completion
+
+from kvd.config import ConfigError, DaemonConfig
+from kvd.daemon import Daemon
+from kvd.executor.kernels.cpu import native
+from kvd.observe.logging import configure_embedded
+from kvd.observe.progress import Progress
+from kvd.settings.loader import from_arguments
+from kvd.settings.model_store import resolve_model
+from kvd.transport.embedded import NAME, EmbeddedEdge
+
+Input = Prompt | ChatMessages
+"""Text, token ids, or a conversation."""
+
+_OVER_A_SOCKET = frozenset({"listen", "frontend", "curve_key_file", "curve_clients_file", "ipc_tenants", "allow_plain_tcp", "max_clients"})
+"""Settings without a meaning here."""
+_QUEUED_PER_RUNNING = 4
+"""Requests handed over at once, for each that can run: enough that no place is empty, few enough that nobody is refused."""
+_STOP_S = 60.0
+_POLL_S = 0.1
+
+_native_engines = threading.Lock()
+"""The native kernels of a process share one pool of threads, which computes for one engine."""
+
+
+class EngineStoppedError(Exception):
+    """The engine is not there: its start failed, it has died, or ``close`` was called. ``__cause__`` says more where there is more."""
+
+
+class LLM:
+    """A model, its KV pool and everything around them, for this process alone.
+
+    Making one takes as long as the weights take to load. Use it in a ``with`` block, or ``close`` it. All methods may be called from any thread. It does not survive ``fork``.
+
+    Args:
+        model: a pulled model's name, a GGUF file or a Hugging Face directory; empty: the default model, smollm2.
+        state_dir: where pins, prefixes and hot blocks are kept, so that the next ``LLM`` (or ``kvd serve``) over the same directory begins warm; one process at a time
+            may use it. None: nothing outlives this object.
+        settings: any other key of docs/operations.md by its name (``kv_memory="2GiB"``, ``max_running=16``, ``executor="fake"``), as text or as a value of its kind.
+            Neither the environment nor a configuration file is read. ``log_level`` is ``warning`` where nothing else is said.
+
+    Raises:
+        TypeError: a setting that does not exist, or has no meaning without a socket.
+        kvd.config.ConfigError: a wrong value, or a model that is not there or can't be used; the message says what to change.
+        EngineStoppedError: the engine could not start for another reason, such as a state directory that another process uses.
+    """
+
+    def __init__(self, model: str = "", *, state_dir: str | Path | None = None, **settings: Any) -> None:
+        senseless = settings.keys() & _OVER_A_SOCKET
+        if senseless:
+            raise TypeError(f"{min(senseless)!r} says something about sockets or their clients; there are none in kvd.LLM")
+        config = from_arguments(_arguments(model, state_dir, settings))
+        configure_embedded(config.observe.log_level)
+        self._engine = _Engine(_with_models(config), is_kept=state_dir is not None)
+        self._finalizer = weakref.finalize(self, _Engine.close, self._engine)
+        try:
+            self._engine.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        self._max_open = max(1, min(_QUEUED_PER_RUNNING * config.scheduler.max_running, *_most_requests(config)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs, write the last checkpoint where there is a state directory, and give all memory back. Calling it again does nothing."""
+        self._finalizer()
+
+    @property
+    def client(self) -> Client:
+        """Everything else that a client of the daemon can do: streams, pins, tokenising, status, stats, forgetting. It ends with this object."""
+        return self._engine.client
+
+    def generate(
+        self,
+        prompts: Input | Sequence[Input],
+        sampling: GenerateOptions | Sequence[GenerateOptions] | None = None,
+        *,
+        progress: bool = True,
+        timeout_s: float = math.inf,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Completion]:
+        """Answer every prompt; they run side by side and share what they begin with alike.
+
+        Args:
+            prompts: texts, lists of token ids, or conversations (rendered with the model's chat template), mixed as you like; a single one is a list of one.
+            sampling: options for all of them, or one mapping for each; :class:`kvd_client.requests.GenerateOptions` has them all, and the defaults.
+            progress: draw a bar on standard error if that is a terminal.
+            timeout_s: for all of it.
+            options: the same as ``sampling``, by name; they count where ``sampling`` says nothing.
+
+        Returns:
+            The answers in the order of the prompts.
+
+        Raises:
+            KvdError: of the first prompt that failed, by its class (:mod:`kvd_client.errors`); ``add_note`` says which. The others are aborted.
+            Timeout: the time is over.
+            EngineStoppedError: there is no engine (any more).
+        """
+        inputs = _inputs(prompts)
+        if isinstance(sampling, Sequence) and len(sampling) != len(inputs):
+            raise ValueError(f"{len(inputs)} prompts and {len(sampling)} mappings of options: give one for all, or one for each")
+        each: Sequence[Mapping[str, Any]] = sampling if isinstance(sampling, Sequence) else [sampling or {}] * len(inputs)
+        batch = _Batch(
+            self._engine, [(value, cast("GenerateOptions", {**options, **own})) for value, own in zip(inputs, each, strict=True)]
+        )
+        bar = Progress("generating", log=lambda *_, **__: None) if progress else None
+        try:
+            return batch.run(self._max_open, bar, time.monotonic() + timeout_s)
+        except ClientClosed as error:
+            raise self._engine.stopped() from error
+        finally:
+            batch.cancel()
+            if bar is not None:
+                bar.close()
+
+    def chat(
+        self,
+        conversations: ChatMessages | Sequence[ChatMessages],
+        sampling: GenerateOptions | Sequence[GenerateOptions] | None = None,
+        *,
+        progress: bool = True,
+        timeout_s: float = math.inf,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Completion]:
+        """``generate`` of one conversation or several."""
+        return self.generate(conversations, sampling, progress=progress, timeout_s=timeout_s, **options)
+
+
+class _Engine:
+    """The daemon, its thread, and the client over them."""
+
+    def __init__(self, config: DaemonConfig, *, is_kept: bool) -> None:
+        self._scratch = None if is_kept else tempfile.TemporaryDirectory(prefix="kvd-llm-")
+        if self._scratch is not None:
+            config = dataclasses.replace(config, storage=dataclasses.replace(config.storage, state_dir=Path(self._scratch.name)))
+        self._has_kernels = config.model.executor != "fake" and native.status().isa is not None  # where torch computes, they draw the samples
+        if self._has_kernels and not _native_engines.acquire(blocking=False):
+            self._remove_scratch()
+            raise EngineStoppedError(
+                "another kvd.LLM of this process has the native kernels' threads, which work for one: close it first"
+            )
+        self._edge = EmbeddedEdge()
+        self.client = Client.over(self._edge, endpoint=NAME, timeout_s=math.inf)
+        self._daemon = Daemon(config, open_edge=self._edge.attach)
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="kvd-engine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._daemon.run()
+        except BaseException as error:  # told to whoever asks next
+            self._error = error
+        finally:
+            self._edge.end()
+
+    def wait_ready(self) -> None:
+        try:
+            self.client.wait_ready()
+        except KvdError as error:
+            raise self.stopped() from error
+
+    def open(self, call: Call) -> None:
+        self._edge.open(call)
+
+    def cancel(self, call: Call) -> None:
+        self._edge.cancel(call)
+
+    def stopped(self) -> Exception:
+        """Why there is no engine."""
+        if self._is_closed:
+            return EngineStoppedError("it was closed")
+        self._thread.join(_STOP_S)
+        if isinstance(self._error, ConfigError):
+            return self._error
+        stopped = EngineStoppedError(str(self._error) if self._error is not None else "the engine has died; its log says why")
+        stopped.__cause__ = self._error
+        return stopped
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._edge.close()
+        self._daemon.request_stop()
+        self._thread.join(_STOP_S)
+        if self._has_kernels and not self._thread.is_alive():
+            _native_engines.release()
+        self._remove_scratch()
+
+    def _remove_scratch(self) -> None:
+        if self._scratch is not None:
+            with contextlib.suppress(OSError):
+                self._scratch.cleanup()
+
+
+class _Batch:
+    """The requests of one ``generate``: a bounded number is open at a time, and each of these puts its end into one queue."""
+
+    def __init__(self, engine: _Engine, requests: Sequence[tuple[Input, GenerateOptions]]) -> None:
+        self._engine = engine
+        self._ended: queue.SimpleQueue[tuple[int, Delivery]] = queue.SimpleQueue()
+        self._calls: dict[int, Call] = {}
+        self._pending = deque(enumerate(requests))
+        self._results: list[Completion | None] = [None] * len(requests)
+        self._requests = requests
+
+    def run(self, max_open: int, bar: Progress | None, deadline_s: float) -> list[Completion]:
+        num_done = 0
+        while num_done < len(self._results):
+            while self._pending and len(self._calls) < max_open:
+                self._open(*self._pending.popleft(), deadline_s)
+            index, delivery = self._ended.get()
+            del self._calls[index]
+            if isinstance(delivery, Overloaded):
+                max_open = self._wait_a_little(index, delivery)
+                continue
+            if isinstance(delivery, KvdError):
+                delivery.add_note(f"prompt {index} of {len(self._results)}")
+                raise delivery
+            assert isinstance(delivery, Completion), "a whole answer comes as one"
+            self._results[index] = delivery
+            num_done += 1
+            if bar is not None:
+                bar.update(num_done, len(self._results))
+        return [result for result in self._results if result is not None]
+
+    def cancel(self) -> None:
+        """Abort what is open."""
+        for call in self._calls.values():
+            self._engine.cancel(call)
+        self._calls.clear()
+
+    def _open(self, index: int, request: tuple[Input, GenerateOptions], deadline_s: float) -> None:
+        value, options = request
+        is_chat = _is_conversation(value)
+        kind, body = prompt_body(None, cast("ChatMessages", value)) if is_chat else prompt_body(cast("Prompt", value))
+        call, _ = generation_call(kind, body, options, stream=False, deliver=lambda delivery: self._ended.put((index, delivery)))
+        call.timeout_s = deadline_s - time.monotonic()
+        if call.timeout_s <= 0:
+            raise Timeout("the time for the batch is over")
+        self._calls[index] = call
+        self._engine.open(call)
+
+    def _wait_a_little(self, index: int, error: Overloaded) -> int:
+        """One too many is open: it comes again when others have ended. How many may be open."""
+        self._pending.appendleft((index, self._requests[index]))
+        if not self._calls:
+            time.sleep(max(_POLL_S, error.retry_after_s))
+        return max(1, len(self._calls))
+
+
+def _arguments(model: str, state_dir: str | Path | None, settings: Mapping[str, Any]) -> dict[str, object]:
+    arguments: dict[str, object] = {"log_level": "warning", **settings, "model": model}
+    if state_dir is None:
+        if settings.get("persist"):
+            raise ConfigError("storage.persist: it takes a state_dir to persist anything in")
+        return {**arguments, "persist": False, "state_dir": tempfile.gettempdir()}
+    return {**arguments, "state_dir": str(state_dir)}
+
+
+def _with_models(config: DaemonConfig) -> DaemonConfig:
+    """Models' names replaced by their paths."""
+    if config.model.executor == "fake":
+        return config
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, model=str(resolve_model(config.model.model))))
+    if draft := config.speculative.draft_model:
+        path = resolve_model(draft, key="speculative.draft_model")
+        config = dataclasses.replace(config, speculative=dataclasses.replace(config.speculative, draft_model=str(path)))
+    return config
+
+
+def _most_requests(config: DaemonConfig) -> tuple[int, ...]:
+    return config.transport.max_requests_per_client, config.transport.max_text_jobs, config.scheduler.max_waiting
+
+
+def _is_conversation(value: object) -> TypeGuard[ChatMessages]:
+    return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _inputs(prompts: Input | Sequence[Input]) -> list[Input]:
+    """One input or several: a text, a list of ids and a list of messages are one."""
+    if isinstance(prompts, str) or _is_conversation(prompts) or (bool(prompts) and isinstance(prompts[0], int)):
+        return [cast("Input", prompts)]
+    inputs = list(cast("Sequence[Input]", prompts))
+    for index, value in enumerate(inputs):
+        if not isinstance(value, Sequence) or isinstance(value, bytes):
+            raise BadRequest(
+                f"prompt {index} is of type {type(value).__name__}: a text, token ids or messages are wanted", code=Code.BAD_REQUEST
+            )
+    return inputs
