@@ -41,11 +41,12 @@ class BeamServer(KvdServer):
             self._poller = asyncio.create_task(self._poll())
         answer = Answer(time.perf_counter())
         options: GenerateOptions = {"max_tokens": ask.max_tokens, "ignore_eos": True, "cache_salt": next(self._salts).to_bytes(8, "little")}
+        if self._way == "beams":
+            options["beam_width"] = self._width
+        else:
+            options["n"], options["seed"] = self._width, 1
         try:
-            if self._way == "beams":
-                done = await self._client.chat(ask.messages, beam_width=self._width, **options)
-            else:
-                done = await self._client.chat(ask.messages, n=self._width, seed=1, **options)
+            done = await self._client.chat(ask.messages, **options)
         except KvdError as error:
             raise BenchError(f"{self.url}: {error}", kind="unavailable" if error.retryable else "refused") from error
         finally:

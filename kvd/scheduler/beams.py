@@ -132,7 +132,8 @@ class BeamRule:
         if beam.early_stopping is True:
             return False
         length = self._max_tokens if beam.early_stopping is None and beam.length_penalty > 0 else self.length
-        return self.open[0].logprob / length**beam.length_penalty > self.finished[-1].score
+        best: float = self.open[0].logprob / length**beam.length_penalty
+        return best > self.finished[-1].score
 
 
 def num_looked_at(beam: BeamSearch, num_stop_ids: int) -> int:
