@@ -8,26 +8,24 @@ from typing import Any
 import click
 
 
-class TextOrFile(click.ParamType):
+def _text_or_file(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
     """A text, or ``@FILE`` for what a file holds (standard input is the prompt's)."""
-
-    name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        text = str(value)
-        if not text.startswith("@"):
-            return text
-        try:
-            return Path(text[1:]).expanduser().read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            self.fail(f"{text[1:]}: {getattr(error, 'strerror', None) or error}", param, ctx)
+    if value is None or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.BadParameter(f"{value[1:]}: {getattr(error, 'strerror', None) or error}") from error
 
 
 OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--json-schema", {"type": TextOrFile(), "metavar": "JSON|@FILE", "help": "The answer is a JSON value that this schema describes."}),
+    (
+        "--json-schema",
+        {"callback": _text_or_file, "metavar": "JSON|@FILE", "help": "The answer is a JSON value that this schema describes."},
+    ),
     ("--regex", {"metavar": "REGEX", "help": "The answer matches this regular expression as a whole."}),
     ("--choice", {"multiple": True, "metavar": "TEXT", "help": "The answer is this text, or another that is given so; repeat it."}),
-    ("--lark", {"type": TextOrFile(), "metavar": "GRAMMAR|@FILE", "help": "The answer matches this grammar, in Lark or GBNF."}),
+    ("--lark", {"callback": _text_or_file, "metavar": "GRAMMAR|@FILE", "help": "The answer matches this grammar, in Lark or GBNF."}),
     ("--any-json", {"is_flag": True, "help": "The answer is any JSON value."}),
 )
 NAMES = {"any_json": "json"}
