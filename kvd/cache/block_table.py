@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvd.cache.hashing import Namespace
@@ -75,6 +75,11 @@ class PrefixMatch:
     """In all, those of ``partial`` included."""
     tree_version: int
     partial: PartialMatch | None = None
+
+    def cut(self, num_tokens: int, block_size_tokens: int) -> PrefixMatch:
+        """The whole blocks of the match within its first ``num_tokens`` tokens. To be allocated before anything else changes the tree."""
+        nodes = self.nodes[: num_tokens // block_size_tokens]
+        return replace(self, nodes=nodes, num_tokens=len(nodes) * block_size_tokens, partial=None)
 
 
 @dataclass(frozen=True, slots=True)

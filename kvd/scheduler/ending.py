@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvd.commands import ChoiceDone, Event, RequestDone, RequestFailed, RequestUsage, TokensOut
+from kvd.commands import ChoiceDone, Event, PromptLogprobsOut, RequestDone, RequestFailed, RequestUsage, TokensOut
 from kvd.scheduler.held import HeldChoice
 from kvd.scheduler.ports import Clock
 from kvd.scheduler.request import Leaving, Request, Sequence
@@ -41,6 +41,9 @@ class Endings:
         if not self.requests:
             self._retry.note_busy(self._clock.monotonic())
         self.requests[request.request_id] = request
+
+    def tell_prompt(self, request: Request, first_position: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        self._events.append(PromptLogprobsOut(request.request_id, first_position, logprobs))
 
     def tell_token(self, sequence: Sequence, first_index: int, packed: bytes, logprob: TokenLogprobs | None) -> None:
         request = sequence.request

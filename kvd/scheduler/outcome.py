@@ -10,7 +10,7 @@ from kvd.scheduler.constraints import Constraints
 from kvd.scheduler.ending import Endings
 from kvd.scheduler.request import Leaving, Sequence
 from kvd.scheduler.roster import Roster
-from kvd.step import ExecutorOutput, SchedulerOutput
+from kvd.step import ExecutorOutput, PromptLogprobs, SchedulerOutput
 from kvd.types import TOKEN_BYTES, ErrorCode, FinishReason, TokenLogprobs
 
 _STUCK = "what the request allows and forbids (allowed_token_ids, banned_token_ids, bad_words, min_tokens, constraint) leaves no token to go on with"
@@ -32,6 +32,8 @@ class Outcomes:
         self._fail_rows(out.failed_rows, out.stuck_rows)
         self._cache.complete_fill(fills)
         roster.computing.difference_update(fills)
+        for scores in out.prompt_logprobs:
+            self._tell_scores(scores)
         logprobs = out.logprobs if out.logprobs is not None else [None] * len(out.rows)
         for row, choice, token_id, logprob in zip(out.rows, out.choices, out.token_ids, logprobs, strict=True):
             sequence = roster.rows[row]
@@ -58,6 +60,20 @@ class Outcomes:
             sequence = roster.rows[row]
             if sequence is not None and not sequence.request.is_over:
                 self._endings.fail(sequence.request, ErrorCode.ENGINE_ERROR, message)
+
+    def _tell_scores(self, scores: PromptLogprobs) -> None:
+        """Log-probabilities of a chunk of a prompt; what was told before a preemption is not told again."""
+        sequence = self._roster.rows[scores.row]
+        assert sequence is not None, "a row outlives its steps"
+        request = sequence.request
+        if request.is_over or sequence.leaving is Leaving.REPLANNED:
+            return
+        num_told = request.num_scored + 1 - scores.first_position
+        assert num_told >= 0, "a prompt is scored without gaps"
+        new = scores.logprobs[num_told:]
+        if new:
+            self._endings.tell_prompt(request, request.num_scored + 1, new)
+            request.num_scored += len(new)
 
     def _append(self, sequence: Sequence, token_id: int, logprob: TokenLogprobs | None) -> None:
         """A sampled token of a choice: told, recorded, and perhaps its last."""

@@ -60,6 +60,7 @@ class StepPlan:
                 banned_token_ids=command.stop_token_ids if command.min_tokens else (),
                 min_tokens=command.min_tokens,
                 adapter=command.adapter,
+                prompt_logprobs=command.prompt_logprobs if sequence.request.wants_scores else None,
                 is_rejection=sequence.request.speculation.acceptance == "rejection",
                 drafts=sequence.request.asks_draft_model,
             )

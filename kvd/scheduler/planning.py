@@ -246,7 +246,10 @@ class Planner:
         for sequence in group:
             request = sequence.request
             match = cache.match(bytes(sequence.tokens), request.namespace)
-            self._loads.begin(sequence, match)
+            if request.wants_scores:
+                match = match.cut(request.num_scored, cache.block_size_tokens)
+            else:
+                self._loads.begin(sequence, match)
             table = cache.allocate(
                 match,  # walked again if a load has put nodes behind it
                 sequence.num_known,

@@ -61,6 +61,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_sampled",
+        "num_scored",
         "origin",
         "priority",
         "rank_s",
@@ -118,6 +119,8 @@ class Request:
         self.restored_tokens = 0
         self.recomputed_tokens = 0
         self.num_preemptions = 0
+        self.num_scored = 0
+        """Position of the last prompt token whose log-probability was told; position 0 has none."""
         self.speculation = Speculation("off")
         """How it drafts."""
         self.asks_draft_model = False
@@ -151,6 +154,11 @@ class Request:
     @property
     def has_credit(self) -> bool:
         return self.credit > 0 or not self.needs_credit
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be told: positions behind the last that were are computed, whatever is cached."""
+        return self.command.prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens - 1
 
     def note_cached(self, table: BlockTable) -> None:
         """Take what ``table``, with which the request first runs or loses its first plan, was given by the cache.

@@ -22,7 +22,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = (1 << 64) - 1
 
 _GENERATE_DEFAULTS = Generate(request_id=b"", input="")
-NOT_SUPPORTED = ("prompt_logprobs", "speculation")
+NOT_SUPPORTED = ("speculation",)
 
 
 def check_id(field: str, value: bytes) -> None:
