@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from kvd.cache.events import BlockOrigin, BlockStored
 from kvd.cache.hashing import Namespace, block_hash
 from kvd.cache.manager import CacheManager
 from kvd.commands import ChoiceDone, RequestDone, RequestFailed, Submit, TokensOut
-from kvd.config import CacheConfig, ModelConfig, SchedulerConfig
+from kvd.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from kvd.executor.assemble import OpenedModel, open_model
 from kvd.executor.models.inspect import inspect_model
 from kvd.executor.worker import ExecutorThread
@@ -31,6 +32,7 @@ CHUNKS = ("chunked", "unchunked")
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK = 16
 _GARBAGE = 0x7F
+_JOBS_ALONE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,7 @@ class Clock:
 class Pair:
     """A target and its draft, loaded; ``executor`` runs their steps."""
 
-    def __init__(
-        self, target: Path, draft: Path | None, scratch: Path, *, num_blocks: int, kernels: str, threads: int = 1, draft_dtype: str = ""
-    ) -> None:
+    def __init__(self, target: Path, draft: Path | None, scratch: Path, *, num_blocks: int, kernels: str, threads: int = 1) -> None:
         spec = inspect_model(target)
         self.opened: OpenedModel = open_model(
             target,
@@ -83,6 +83,9 @@ class Pair:
         self.opened.load(lambda _done, _total: None)
         self.executor = ExecutorThread(self.opened.runner)
         self.vocab_size = self.opened.spec.vocab_size
+
+    def close(self) -> None:
+        self.executor.close(10.0)
 
     def spoil(self) -> None:
         """Fill the pools with garbage: nothing that a cell reads may be left from the one before."""
@@ -157,6 +160,8 @@ class World:
             max_model_len=pair.opened.max_model_len,
             shared_tile_tokens=pair.opened.shared_tile_tokens,
             cold_tier=disk if reads_disk else None,
+            speculative=SpeculativeConfig(),
+            has_draft_model=pair.opened.draft is not None,
         )
         self.in_flight: deque = deque()
         self.events: list = []
@@ -243,6 +248,62 @@ def run_cell(pair: Pair, jobs: list[Job], *, source: str, mode: str, company: st
             setattr(total, name, getattr(total, name) + getattr(one, name))
         total.most_rows = max(total.most_rows, one.most_rows)
     return total
+
+
+Cell = tuple[str, str, str, str]
+"""Source, mode, company, chunks."""
+
+
+def all_cells() -> list[Cell]:
+    return list(product(SOURCES, MODES, COMPANIES, CHUNKS))
+
+
+def covering_cells() -> list[Cell]:
+    """Twelve cells in which each two values of two axes meet."""
+    return [
+        (source, MODES[column], COMPANIES[(row + column) % 3], CHUNKS[(row + column) % 2])
+        for row, source in enumerate(SOURCES)
+        for column in range(3)
+    ]
+
+
+class Tally:
+    """The cells of one pair of models, against its plain, cold run; divergences are counted, and printed at the end."""
+
+    def __init__(self, name: str, pair: Pair, jobs: list[Job], *, num_blocks: int, few_blocks: int) -> None:
+        self.name, self.pair, self.jobs = name, pair, jobs
+        self._blocks = {"num_blocks": num_blocks, "few_blocks": few_blocks}
+        self.expected = run_cell(pair, jobs, source="cold", mode="plain", company="alone", chunks="unchunked", **self._blocks).tokens
+        self.num_cells = self.num_requests = self.drafted = self.accepted = 0
+        self.divergences: list[str] = []
+
+    def run(self, source: str, mode: str, company: str, chunks: str) -> tuple[Result, list[str]]:
+        """The cell's result, and where its requests differ."""
+        first = len(self.jobs) - _JOBS_ALONE if company == "alone" else 0
+        jobs = self.jobs[first:]
+        result = run_cell(self.pair, jobs, source=source, mode=mode, company=company, chunks=chunks, **self._blocks)
+        differing = []
+        for number, (ours, theirs) in enumerate(zip(result.tokens, self.expected[first:], strict=True), first):
+            if ours != theirs:
+                place = next(
+                    (at for at, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), min(len(ours), len(theirs))
+                )
+                differing.append(f"{source}, {mode}, {company}, {chunks}: request {number} from token {place} of {len(theirs)} on")
+        self.num_cells += 1
+        self.num_requests += len(jobs)
+        self.drafted += result.drafted
+        self.accepted += result.accepted
+        self.divergences += differing
+        return result, differing
+
+    def close(self) -> None:
+        print(
+            f"\n{self.name}: {self.num_cells} cells, {self.num_requests} requests, {len(self.divergences)} divergences; "
+            f"{self.drafted} tokens drafted, {self.accepted} accepted"
+        )
+        for each in self.divergences:
+            print(f"  {each}")
+        self.pair.close()
 
 
 def make_jobs(vocab_size: int, count: int, *, num_tokens: int, seed: int = 0) -> list[Job]:
