@@ -56,6 +56,7 @@ class _Row:
         self.choice, self.num_choices = started.choice, started.num_choices
         self.banned, self.min_tokens = frozenset(started.banned_token_ids), started.min_tokens
         self.failed = False
+        self.drafted: list[int] = []
 
 
 class ContentExecutor:
@@ -67,13 +68,15 @@ class ContentExecutor:
         """A function of the step's row numbers that names one to fail."""
         self.num_executed = 0
         self.largest_step = 0
+        self.num_drafted = self.num_accepted = 0
+        self.short: list[tuple[int, int]] = []
         self.num_shared_blocks = 0
         """Blocks of shared runs, over all steps."""
 
     def execute(self, step: SchedulerOutput) -> ExecutorOutput:
         self._apply(step)
         work = [(started.row, started.num_tokens) for started in step.started]
-        work += list(zip(step.continued.rows, step.continued.num_tokens, strict=True))
+        work += [(row, count - missing) for row, count, missing in self._draft(step.continued)]
         assert len({row for row, _ in work}) == len(work), "a row runs twice in a step"
         assert all(0 <= row < self.max_rows for row, _ in work)
         self.num_executed += 1
@@ -127,12 +130,30 @@ class ContentExecutor:
         for index, row in enumerate(columns.rows):
             self.rows[row].blocks += columns.block_ids[columns.block_offsets[index] : columns.block_offsets[index + 1]]
 
+    def _draft(self, columns):
+        """Rows, their tokens, and how many of these their draft model does not propose."""
+        for index, (row, count) in enumerate(zip(columns.rows, columns.num_tokens, strict=True)):
+            state = self.rows[row]
+            num_draft = columns.num_draft[index] if columns.num_draft else 0
+            given = columns.given_ids[columns.given_offsets[index] : columns.given_offsets[index + 1]] if columns.given_ids else []
+            assert len(given) in (0, count)
+            num_known = count - num_draft
+            assert given[:num_known] in ([], state.tokens[state.num_computed :]), "given other tokens than it has"
+            state.drafted = given[num_known:]
+            if num_draft and not given:
+                state.drafted = [0] * (num_draft - len(state.tokens) % 2)
+            self.num_drafted += len(state.drafted)
+            if len(state.drafted) < num_draft:
+                self.short.append((row, len(state.drafted)))
+            assert state.num_computed + num_known == len(state.tokens) or not num_draft, "drafts follow the last known token"
+            yield row, count, num_draft - len(state.drafted)
+
     def _compute(self, work):
         positions = []
         for row, count in work:
             state = self.rows[row]
             assert count >= 1
-            assert state.num_computed + count <= len(state.tokens), "a position without a token"
+            assert state.num_computed + count <= len(state.tokens) + len(state.drafted), "a position without a token"
             assert state.num_computed + count <= len(state.blocks) * self.size, "a position without a block"
             positions += [(position, row) for position in range(state.num_computed, state.num_computed + count)]
             state.num_computed += count
@@ -140,7 +161,7 @@ class ContentExecutor:
             state = self.rows[row]
             before = self._read(state, position - 1) if position else ROOT
             state.failed = state.failed or before == b"nan"  # as in a model, it spreads to whoever reads it
-            content = b"nan" if state.failed else link(before, state.tokens[position], position)
+            content = b"nan" if state.failed else link(before, (state.tokens + state.drafted)[position], position)
             self.pool[state.blocks[position // self.size]][position % self.size] = content
 
     def _read(self, state, position):
@@ -151,6 +172,9 @@ class ContentExecutor:
         logprobs, failed = [], []
         for row, _ in work:
             state = self.rows[row]
+            if state.drafted:
+                self._verify(row, state, out, logprobs)
+                continue
             if state.failed:
                 failed.append(row)
             if state.num_computed < len(state.tokens):
@@ -168,4 +192,25 @@ class ContentExecutor:
                     logprobs.append(TokenLogprobs(token, digest_of(links)))
             state.tokens.append(own)
             state.num_choices = 1
-        return ExecutorOutput(step.step, out.rows, out.choices, out.token_ids, logprobs, tuple(failed))
+        short, self.short = tuple(self.short), []
+        return ExecutorOutput(step.step, out.rows, out.choices, out.token_ids, logprobs, tuple(failed), short_drafts=short)
+
+    def _verify(self, row, state, out, logprobs):
+        """What follows the last known token and each drafted one that agrees; where content is not finite, what comes before."""
+        known = len(state.tokens)
+        for nth, drafted in enumerate([*state.drafted, None]):
+            links = [self._read(state, position) for position in range(known + nth)]
+            if b"nan" in links:
+                break
+            banned = state.banned if known + nth - state.num_prompt < state.min_tokens else frozenset()
+            token = token_of(links[-1], state.choice, self.vocab, banned)
+            out.rows.append(row)
+            out.choices.append(state.choice)
+            out.token_ids.append(token)
+            logprobs.append(TokenLogprobs(token, digest_of(links)))
+            state.tokens.append(token)
+            if token != drafted:
+                break
+        self.num_accepted += max(0, len(state.tokens) - known - 1)
+        state.drafted, state.failed = [], False
+        state.num_computed = len(state.tokens) - 1

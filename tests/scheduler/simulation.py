@@ -30,6 +30,8 @@ class Simulation:
         disk=False,
         policy="cost",
         min_partial_tokens=1,
+        speculative=None,
+        has_draft_model=False,
         **config,
     ):
         config = {
@@ -61,6 +63,8 @@ class Simulation:
             max_model_len=max_model_len,
             cold_tier=self.disk,
             shared_tile_tokens=block_size,
+            speculative=speculative,
+            has_draft_model=has_draft_model,
         )
         if self.disk is not None:
             self.disk.post = self.end_load

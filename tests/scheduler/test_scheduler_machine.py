@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from simulation import Simulation
 
+from kvd.config import SpeculativeConfig
+
 STEMS = ([0] * 9, [0] * 8, [0, 1] * 5, [0] * 4 + [1] * 6)
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12) | st.sampled_from(STEMS)
 REQUESTS = {
@@ -22,6 +24,10 @@ REQUESTS = {
     "tenant_salt": st.sampled_from([b"", b"", b"s"]),
     "cache_priority": st.sampled_from([0, 50, 50, 100]),
     "cache_ttl_s": st.sampled_from([0.0, 0.0, 5.0]),
+    "priority": st.sampled_from([0, 0, -1, 2]),
+    "tenant": st.sampled_from(["", "", "a", "b"]),
+    "deadline_s": st.sampled_from([0.0, 0.0, 0.0, 0.5, 40.0]),
+    "queue_timeout_s": st.sampled_from([0.0, 0.0, 0.0, 0.5]),
 }
 
 
@@ -31,8 +37,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         shape=st.sampled_from([(14, 2), (9, 2), (8, 4), (6, 4)]),
         budget=st.sampled_from([2, 7, 30]),
         loading=st.sampled_from([None, 0.3, 1.0]),
+        mode=st.sampled_from(["off", "auto", "ngram", "draft"]),
     )
-    def begin(self, max_in_flight, shape, budget, loading):
+    def begin(self, max_in_flight, shape, budget, loading, mode):
         num_blocks, block_size = shape
         self.sim = Simulation(
             num_blocks=num_blocks,
@@ -41,6 +48,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens_per_step=budget,
             disk=loading is not None,
             max_loading_fraction=loading or 0.0,
+            speculative=SpeculativeConfig(mode=mode, num_draft=4, ngram_min=2, ngram_max=4),
+            has_draft_model=mode in ("auto", "draft"),
         )
 
     @rule(prompt=prompts, **REQUESTS)
@@ -159,6 +168,8 @@ def soak(seed, num_operations):
         max_tokens_per_step=draw.choice([3, 7, 30]),
         max_running=draw.choice([3, 6, 10]),
         disk=draw.random() < 0.7,
+        speculative=SpeculativeConfig(mode=draw.choice(["off", "auto", "ngram"]), num_draft=draw.randint(1, 6), ngram_min=2),
+        has_draft_model=draw.random() < 0.5,
     )
     for _ in range(num_operations):
         chance = draw.random()
@@ -174,6 +185,10 @@ def soak(seed, num_operations):
                 stop_token_ids=draw.choice([(), (), (1,)]),
                 min_tokens=draw.randint(0, 3),
                 tenant_salt=draw.choice([b"", b"", b"s"]),
+                priority=draw.choice([0, 0, 0, -1, 3]),
+                tenant=draw.choice(["", "", "a", "b"]),
+                deadline_s=draw.choice([0.0] * 6 + [0.5]),
+                queue_timeout_s=draw.choice([0.0] * 6 + [0.5]),
             )
         elif chance < 0.31 and len(ids) < 6:  # several want one prefix, and its owner may go while it fills
             stem = draw.choice(STEMS)
@@ -226,7 +241,7 @@ def soak_all(seeds, num_operations):
         some_ends, some_stats = soak(seed, num_operations)
         ends += some_ends
         stats += some_stats
-    for code in ("done", "nonfinite_logits", "client_too_slow", "kv_capacity"):
+    for code in ("done", "nonfinite_logits", "client_too_slow", "kv_capacity", "deadline_exceeded", "queue_timeout"):
         assert ends[code] > 0, f"the soak never saw {code}"
     assert stats["preemptions"] > 0
     assert stats["replanned"] > 0
