@@ -1,0 +1,202 @@
+"""The engine inside of an application: what goes in, what comes out, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from kvd_client.errors import BadRequest, ClientClosed, PromptTooLong, Timeout
+
+import kvd
+from kvd.config import ConfigError
+from kvd.llm import EngineStoppedError
+from kvd.observe import progress
+
+pytestmark = [pytest.mark.e2e, pytest.mark.socket, pytest.mark.store]
+
+STEM = "a system prompt of some length, so that it fills a few blocks of sixteen; "
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with kvd.LLM(executor="fake", kv_memory="8MiB", max_running=8) as engine:
+        yield engine
+
+
+def test_answers_come_in_the_order_of_the_prompts(llm):
+    prompts = [f"{STEM}{number}" for number in range(150)]
+    alone = [llm.generate(prompt, max_tokens=5, temperature=0.0, cache_salt="alone")[0].text for prompt in prompts[:20]]
+    together = llm.generate(prompts, max_tokens=5, temperature=0.0, progress=False)
+    assert [answer.text for answer in together[:20]] == alone
+    assert len({answer.text for answer in together}) > 100
+    assert sum(answer.usage.cached_tokens for answer in together) > 100 * 64
+    assert llm.client.status()["requests"]["running"] == 0
+
+
+def test_prompts_of_every_kind(llm):
+    chat = [{"role": "user", "content": "hello"}]
+    answers = llm.generate(["hello", [104, 101, 108, 108, 111], chat], max_tokens=4, temperature=0.0)
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[2].usage.prompt_tokens > 5
+    assert [each.token_ids for each in llm.chat(chat, max_tokens=4, temperature=0.0)] == [answers[2].token_ids]
+    assert len(llm.chat([chat, chat], max_tokens=1)) == 2
+    assert len(llm.generate([104, 101], max_tokens=1)) == 1
+    assert llm.generate([]) == []
+
+
+def test_options_for_all_and_for_each(llm):
+    answers = llm.generate(["a", "b"], [{"max_tokens": 2}, {"max_tokens": 3, "n": 2}], seed=7, ignore_eos=True)
+    assert [len(answer.token_ids) for answer in answers] == [2, 3]
+    assert [len(answer.choices) for answer in answers] == [1, 2]
+    assert {answer.seed for answer in answers} == {7}
+    assert llm.generate("a", {"max_tokens": 2}, seed=7, ignore_eos=True)[0].token_ids == answers[0].token_ids
+    with pytest.raises(ValueError, match="2 prompts and 1 mappings"):
+        llm.generate(["a", "b"], [{}])
+    with pytest.raises(TypeError, match="unknown option 'max_token'"):
+        llm.generate("a", max_token=2)
+
+
+def test_what_is_wrong_with_a_prompt_is_said_and_harms_nobody(llm):
+    with pytest.raises(BadRequest, match="max_tokens") as refused:
+        llm.generate(["a", "b"], [{}, {"max_tokens": -1}], max_tokens=3)
+    assert refused.value.__notes__ == ["prompt 1 of 2"]
+    with pytest.raises(PromptTooLong):
+        llm.generate("x" * 20000)
+    with pytest.raises(BadRequest, match="prompt 1 is of type int"):
+        llm.generate(["a", 5])
+    with pytest.raises(Timeout):
+        llm.generate(["a"] * 5, timeout_s=0.0)
+    assert llm.generate("a", max_tokens=1)[0].usage.completion_tokens == 1
+    assert llm.client.status()["blocks"]["used"] == 0
+
+
+def test_more_than_may_wait_is_handed_over_bit_by_bit():
+    with kvd.LLM(executor="fake", kv_memory="1MiB", max_running=2, max_waiting=1, max_text_jobs=2, max_requests_per_client=3) as small:
+        assert len(small.generate([f"{number}" for number in range(40)], max_tokens=3, progress=False)) == 40
+
+
+def test_the_client_does_the_rest(llm):
+    client = llm.client
+    pinned = client.pin("rules", STEM)
+    assert pinned.details["tokens"] == len(STEM) // 16 * 16
+    with client.generate(STEM + "x", stream=True, max_tokens=6, ignore_eos=True) as stream:
+        assert sum(len(chunk.token_ids) for chunk in stream) == 6
+    assert stream.completion.usage.cached_tokens >= 64
+    assert client.tokenize("ab") == (97, 98)
+    client.unpin("rules")
+
+
+def test_threads_share_it(llm):
+    answers = {}
+
+    def ask(number):
+        answers[number] = llm.generate([f"{STEM}{number}.{i}" for i in range(10)], max_tokens=3, temperature=0.0, progress=False)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    again = llm.generate(f"{STEM}3.9", max_tokens=3, temperature=0.0)
+    assert answers[3][9].token_ids == again[0].token_ids
+
+
+def test_a_bar_on_a_terminal_and_nothing_elsewhere(llm, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    llm.generate(["a", "b"], max_tokens=1)
+    assert capsys.readouterr().err == ""
+    terminal = Terminal()
+    monkeypatch.setattr(progress.sys, "stderr", terminal)
+    llm.generate(["a", "b"], max_tokens=1, progress=False)
+    assert terminal.getvalue() == ""
+    llm.generate(["a", "b"], max_tokens=1)
+    assert "generating" in terminal.getvalue()
+    assert "100 %" in terminal.getvalue()
+
+
+def test_control_c_ends_the_batch_and_not_the_engine(llm):
+    timer = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([f"{STEM}{number}" for number in range(1000)], max_tokens=300, ignore_eos=True)
+    timer.join()
+    assert llm.generate("a", max_tokens=1)[0].usage.completion_tokens == 1
+    assert llm.client.status()["blocks"]["used"] == 0
+
+
+def test_one_after_the_other_begins_warm_from_its_state(tmp_path):
+    for is_first in (True, False):
+        with kvd.LLM(executor="fake", kv_memory="4MiB", state_dir=tmp_path / "state", write_policy="through") as warm:
+            answer = warm.generate(STEM, max_tokens=4, temperature=0.0)[0]
+            assert answer.usage.restored_tokens == (0 if is_first else 64)
+            with pytest.raises(EngineStoppedError, match="in use by process"):
+                kvd.LLM(executor="fake", state_dir=tmp_path / "state")
+
+
+def test_two_at_once_and_nothing_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = threading.active_count()
+    with kvd.LLM(executor="fake", kv_memory="1MiB") as one, kvd.LLM(executor="fake", kv_memory="1MiB") as other:
+        assert one.generate("a", max_tokens=2, temperature=0.0)[0].text == other.generate("a", max_tokens=2, temperature=0.0)[0].text
+    assert list(tmp_path.iterdir()) == []
+    gc.collect()
+    assert threading.active_count() <= before
+
+
+def test_what_is_closed_says_so():
+    engine = kvd.LLM(executor="fake", kv_memory="1MiB")
+    stream = engine.client.generate("a", stream=True, max_tokens=100000, window_tokens=1)
+    engine.close()
+    engine.close()
+    with pytest.raises(ClientClosed):
+        list(stream)
+    with pytest.raises(EngineStoppedError, match="closed"):
+        engine.generate("a")
+    with pytest.raises(ClientClosed):
+        engine.client.status()
+
+
+def test_settings_are_checked(tmp_path):
+    for wrong, error, message in (
+        ({"max_runing": 3}, TypeError, "did you mean max_running"),
+        ({"listen": ("ipc:///tmp/x",)}, TypeError, "sockets"),
+        ({"max_running": 0}, ConfigError, "argument max_running"),
+        ({"max_running": "three"}, ConfigError, "max_running"),
+        ({"max_running": 2.5}, ConfigError, "max_running"),
+        ({"persist": True}, ConfigError, "state_dir"),
+        ({"executor": "torch", "model": str(tmp_path / "none.gguf")}, ConfigError, "does not exist"),
+    ):
+        with pytest.raises(error, match=message):
+            kvd.LLM(**{"executor": "fake", **wrong})
+    with pytest.raises(AttributeError, match="LMM"):
+        _ = kvd.LMM
+
+
+def test_the_environment_has_no_say(monkeypatch):
+    monkeypatch.setenv("KVD_MAX_RUNNING", "nonsense")
+    monkeypatch.setenv("NOTIFY_SOCKET", "/nowhere")
+    with kvd.LLM(executor="fake", kv_memory="1MiB") as engine:
+        assert engine.generate("a", max_tokens=1)
+
+
+PROGRAM = """
+import kvd
+engine = kvd.LLM(executor="fake", kv_memory="1MiB")
+print(engine.generate("a", max_tokens=3)[0].usage.completion_tokens, flush=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "import sys; sys.exit(0)", "engine.client.generate('a', stream=True, max_tokens=5000)"])
+def test_a_program_that_closes_nothing_just_ends(end):
+    done = subprocess.run([sys.executable, "-c", PROGRAM.format(end=end)], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
