@@ -17,9 +17,10 @@ from kvd_client.calls import Call, CreditWindow, Deliver, Delivery, Reply
 from kvd_client.endpoints import default_endpoint
 from kvd_client.errors import ClientClosed, KvdError
 from kvd_client.io_thread import IoThread, load_curve_keys
+from kvd_client.many import MAX_IN_FLIGHT, complete_all_async, prompt_bodies
 from kvd_client.protocol.messages import HelloReply
 from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, generation_call, prompt_body
-from kvd_client.results import AdapterInfo, CheckpointResult, Chunk, Completion, ForgetResult, PingResult, PinResult
+from kvd_client.results import AdapterInfo, CheckpointResult, Chunk, Completion, ForgetResult, PingResult, PinResult, PromptEcho
 from kvd_client.session import Session
 from kvd_client.session_config import SessionConfig
 
@@ -122,6 +123,35 @@ class AsyncClient:
             options: see :class:`kvd_client.requests.GenerateOptions`.
         """
         return await self._generate(*prompt_body(None, messages), stream, timeout_s, options)
+
+    async def generate_many(
+        self,
+        prompts: Sequence[Prompt | ChatMessages],
+        *,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Completion]:
+        """Answer several prompts over this connection, and return the completions in their order.
+
+        Args:
+            prompts: texts, token ids, or chat messages, which go through the model's chat template.
+            max_in_flight: so many run at once; the daemon batches them.
+            timeout_s: for all of them together; None: the client's own.
+            options: see :class:`kvd_client.requests.GenerateOptions`; the same for each.
+
+        Raises:
+            KvdError: the first that failed; the others are aborted.
+        """
+
+        async def complete(kind: str, body: bytes, left_s: float) -> Completion:
+            completion = await self._generate(kind, body, False, left_s, options)
+            assert isinstance(completion, Completion)
+            return completion
+
+        bodies = prompt_bodies(prompts, max_in_flight)
+        whole_s = self.timeout_s if timeout_s is None else timeout_s
+        return await complete_all_async(bodies, complete, max_in_flight=max_in_flight, timeout_s=whole_s)
 
     # --------------------------------------------------------------------------------------------------- operations
 
@@ -333,6 +363,11 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._window = CreditWindow(window_tokens)
         self._completion: Completion | None = None
         self._is_over = False
+
+    @property
+    def prompt(self) -> PromptEcho | None:
+        """What ``echo`` or ``prompt_logprobs`` asked for, once the first chunk has come."""
+        return self._call.answer.prompt if self._call.answer is not None else None
 
     @property
     def completion(self) -> Completion:

@@ -14,9 +14,10 @@ from kvd_client.calls import Call, CreditWindow, Delivery, Io, Reply
 from kvd_client.endpoints import default_endpoint
 from kvd_client.errors import ClientClosed, KvdError
 from kvd_client.io_thread import IoThread, load_curve_keys
+from kvd_client.many import MAX_IN_FLIGHT, complete_all, prompt_bodies
 from kvd_client.protocol.messages import HelloReply
 from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, generation_call, prompt_body
-from kvd_client.results import AdapterInfo, CheckpointResult, Chunk, Completion, ForgetResult, PingResult, PinResult
+from kvd_client.results import AdapterInfo, CheckpointResult, Chunk, Completion, ForgetResult, PingResult, PinResult, PromptEcho
 from kvd_client.session import Session
 from kvd_client.session_config import SessionConfig
 
@@ -141,6 +142,34 @@ class Client:
             options: see :class:`kvd_client.requests.GenerateOptions`.
         """
         return self._generate(*prompt_body(None, messages), stream, timeout_s, options)
+
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt | ChatMessages],
+        *,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Completion]:
+        """Answer several prompts over this connection, and return the completions in their order.
+
+        Args:
+            prompts: texts, token ids, or chat messages, which go through the model's chat template.
+            max_in_flight: so many run at once; the daemon batches them.
+            timeout_s: for all of them together; None: the client's own.
+            options: see :class:`kvd_client.requests.GenerateOptions`; the same for each.
+
+        Raises:
+            KvdError: the first that failed; the others are aborted.
+        """
+        return complete_all(
+            prompt_bodies(prompts, max_in_flight),
+            options,
+            max_in_flight=max_in_flight,
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+            open_call=self._open,
+            cancel=self._io.cancel,
+        )
 
     # --------------------------------------------------------------------------------------------------- operations
 
@@ -353,6 +382,11 @@ class Stream(Iterator[Chunk]):
         self._window = CreditWindow(window_tokens)
         self._completion: Completion | None = None
         self._is_over = False
+
+    @property
+    def prompt(self) -> PromptEcho | None:
+        """What ``echo`` or ``prompt_logprobs`` asked for, once the first chunk has come."""
+        return self._call.answer.prompt if self._call.answer is not None else None
 
     @property
     def completion(self) -> Completion:

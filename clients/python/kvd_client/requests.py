@@ -8,7 +8,9 @@ from typing import Any, Literal, TypedDict, TypeVar
 from kvd_client.calls import Answer, Call, Deliver
 from kvd_client.choosing import take_beam
 from kvd_client.constraining import take_constraint
+from kvd_client.drafting import take_speculation
 from kvd_client.errors import BadRequest, TooLarge
+from kvd_client.output_options import take_rules, take_tools
 from kvd_client.protocol import codec
 from kvd_client.protocol.codes import Code
 from kvd_client.protocol.messages import Forget, Generate, Message, Pin, Sampling, Tokenize
@@ -30,10 +32,14 @@ class GenerateOptions(TypedDict, total=False):
 
     Sampling, as in the OpenAI API and its peers: ``temperature`` (1.0; 0 is greedy), ``top_k`` (0: all), ``top_p`` (1.0), ``min_p`` (0.0),
     ``repetition_penalty`` (1.0), ``presence_penalty`` (0.0), ``frequency_penalty`` (0.0), ``seed`` (None: the daemon draws one, see
-    ``Completion.seed``), ``logprobs`` (None: none; 0: of the sampled token; k: of the k most likely besides).
+    ``Completion.seed``), ``logprobs`` (None: none; 0: of the sampled token; k: of the k most likely besides). ``logit_bias`` (a mapping from token ids to
+    what is added to their logits, or pairs), ``allowed_token_ids`` (no others), ``banned_token_ids``, ``bad_words`` (a text or several that must not come out).
 
-    Length and end: ``max_tokens`` (None: what fits the model), ``min_tokens`` (0), ``stop`` (a string or several; not part of the text),
+    Length and end: ``max_tokens`` (None: what fits the model), ``min_tokens`` (0), ``stop`` (a string or several; part of the text only with ``include_stop``),
     ``stop_token_ids``, ``ignore_eos`` (False).
+
+    The prompt: ``truncate_prompt`` (0: no; so many of its last tokens are kept, -1: what fits), ``echo`` (False) and ``prompt_logprobs`` (None; as ``logprobs``)
+    for :attr:`~kvd_client.results.Completion.prompt`, ``tools`` (mappings for the chat template; the answer is text).
 
     ``n`` (1) asks for so many answers that share the prompt's computation. ``best_of`` (0: ``n``): sample so many and return the ``n`` most likely. ``beam_width``
     (None: no beam search), ``length_penalty`` (1.0), ``early_stopping`` (False, True or ``"never"``): beam search as in transformers' ``generate``; the
@@ -50,6 +56,10 @@ class GenerateOptions(TypedDict, total=False):
     At most one of ``json_schema`` (a mapping or JSON text), ``regex``, ``choice`` (strings), ``lark`` (a grammar) and ``json`` (True: any JSON value): what the whole
     answer must match, see docs/structured-output.md of the daemon. An answer that ``max_tokens`` cuts off is only the beginning of a match.
 
+    ``speculation`` (None: as the daemon is set up; ``"auto"``, ``"off"``, ``"ngram"`` or ``"draft"``): how tokens are proposed ahead of the model; ``num_draft`` (0: the
+    daemon's default) of them at most in a step. ``draft_acceptance`` (``"coupled"``: the answer is the one without; or ``"rejection"``: one of the same distribution,
+    without a seed), see docs/speculation.md of the daemon.
+
     ``adapter`` (empty: the base model): the name of a LoRA adapter of the daemon's; it is loaded if it is not.
     """
 
@@ -62,11 +72,20 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float
     seed: int | None
     logprobs: int | None
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
+    allowed_token_ids: Sequence[int]
+    banned_token_ids: Sequence[int]
+    bad_words: str | Sequence[str]
     max_tokens: int | None
     min_tokens: int
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    include_stop: bool
+    truncate_prompt: int
+    echo: bool
+    prompt_logprobs: int | None
+    tools: Sequence[Mapping[str, Any]]
     n: int
     best_of: int
     beam_width: int | None
@@ -87,6 +106,9 @@ class GenerateOptions(TypedDict, total=False):
     choice: Sequence[str] | None
     lark: str | None
     json: bool
+    speculation: Literal["auto", "off", "ngram", "draft"] | None
+    num_draft: int
+    draft_acceptance: Literal["coupled", "rejection"]
 
 
 _SAMPLING = frozenset(Sampling.__struct_fields__)
@@ -109,6 +131,8 @@ def generate_message(input_kind: str, *, stream: bool, options: GenerateOptions)
     if "cache_salt" in fields:
         fields["cache_salt"] = salt_bytes(fields["cache_salt"])
     constraint, _ = take_constraint(fields)
+    tools, _ = take_tools(fields)
+    take_rules(sampling, fields)
     n = fields.get("n", 1)
     if not isinstance(n, int) or n < 1 or window_tokens < 1:
         raise BadRequest("n and window_tokens are at least 1", code=Code.BAD_REQUEST)
@@ -120,7 +144,9 @@ def generate_message(input_kind: str, *, stream: bool, options: GenerateOptions)
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_token_ids=tuple(fields.pop("stop_token_ids", ())),
             beam=take_beam(fields),
+            speculation=take_speculation(fields),
             constraint=constraint,
+            tools=tools,
             # A step yields a token per choice: with less than two steps' worth the daemon would wait for every credit.
             credit=max(window_tokens, 2 * n) if stream else 0,
             template_args=dict(fields.pop("template_args", {})),
@@ -135,7 +161,7 @@ def further_bodies(options: GenerateOptions) -> tuple[bytes, ...]:
     Raises:
         BadRequest: one can't be sent.
     """
-    return take_constraint(dict(options))[1]
+    return (*take_constraint(dict(options))[1], *take_tools(dict(options))[1])
 
 
 def generation_call(kind: str, body: bytes, options: GenerateOptions, *, stream: bool, deliver: Deliver) -> tuple[Call, int]:

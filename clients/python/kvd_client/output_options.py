@@ -1,0 +1,50 @@
+"""What may be said and what is told of the prompt, from a caller's options: the forms that the wire has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvd_client.errors import BadRequest
+from kvd_client.protocol import codec
+from kvd_client.protocol.codes import Code
+
+_IDS = ("allowed_token_ids", "banned_token_ids")
+
+
+def take_rules(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Bring the token rules among a request's ``sampling`` and other ``fields`` into the wire's form, in place.
+
+    Raises:
+        BadRequest: one can't be sent.
+    """
+    try:
+        bias = sampling.get("logit_bias")
+        if bias is not None:
+            pairs = bias.items() if isinstance(bias, Mapping) else bias
+            sampling["logit_bias"] = tuple((int(token_id), float(value)) for token_id, value in pairs)
+        for name in _IDS:
+            if name in sampling:
+                sampling[name] = tuple(sampling[name] or ())
+        if "bad_words" in fields:
+            words = fields["bad_words"] or ()
+            fields["bad_words"] = (words,) if isinstance(words, str) else tuple(words)
+    except (TypeError, ValueError) as error:
+        raise BadRequest(
+            f"logit_bias, allowed_token_ids, banned_token_ids or bad_words can't be sent: {error}", code=Code.BAD_REQUEST
+        ) from error
+
+
+def take_tools(fields: dict[str, Any]) -> tuple[bool, tuple[bytes, ...]]:
+    """Take the tools out of ``fields``: whether there are some, and their body frame.
+
+    Raises:
+        BadRequest: they can't be sent.
+    """
+    tools = fields.pop("tools", None) or ()
+    if not tools:
+        return False, ()
+    try:
+        return True, (codec.pack_body([dict(tool) for tool in tools]),)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadRequest(f"tools can't be sent: {error}", code=Code.BAD_REQUEST) from error
