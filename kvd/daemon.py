@@ -250,6 +250,8 @@ class Daemon:
             shared_tile_tokens=engine.shared_tile_tokens,
             cold_tier=storage.cold_tier,
             constraint_compiler=self._grammar,
+            speculative=config.speculative,
+            has_draft_model=bool(engine.draft),
         )
         adapters = Adapters(
             scheduler=scheduler,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvd.cli import constraints
+from kvd.cli import constraints, drafting
 from kvd.cli.exits import CommandError, Exit
 from kvd.cli.output import print_json
 
@@ -117,7 +117,7 @@ def generation_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def wrapped(**given: Any) -> Any:
-        names = [flag.removeprefix("--").replace("-", "_") for flag, _ in (*_OPTIONS, *constraints.OPTIONS)]
+        names = [flag.removeprefix("--").replace("-", "_") for flag, _ in (*_OPTIONS, *constraints.OPTIONS, *drafting.OPTIONS)]
         values = {_NAMES.get(name, name): given.pop(name) for name in names}
         options = {name: value for name, value in values.items() if value is not None and value is not False and value != ()}
         if options.get("early_stopping") in ("true", "false"):
@@ -127,7 +127,7 @@ def generation_options(command: Callable[..., Any]) -> Callable[..., Any]:
             raise click.UsageError("--logprobs needs --json")
         return command(options=options, **given)
 
-    for flag, attributes in reversed((*_OPTIONS, *constraints.OPTIONS)):
+    for flag, attributes in reversed((*_OPTIONS, *constraints.OPTIONS, *drafting.OPTIONS)):
         wrapped = click.option(flag, **attributes)(wrapped)
     return wrapped
 
@@ -175,6 +175,7 @@ def completion_object(completion: Completion, *, has_logprobs: bool) -> dict[str
             "restored_tokens": usage.restored_tokens,
             "recomputed_tokens": usage.recomputed_tokens,
             "completion_tokens": usage.completion_tokens,
+            **({"drafted_tokens": usage.drafted_tokens, "accepted_tokens": usage.accepted_tokens} if usage.drafted_tokens else {}),
         },
         "timings": {"queue_ms": timings.queue_ms, "ttft_ms": timings.ttft_ms, "total_ms": timings.total_ms},
     }

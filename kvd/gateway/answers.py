@@ -39,16 +39,21 @@ class Head:
 
 
 def usage(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Tokens of all prompts together. ``cached_tokens`` were found in the prefix cache."""
+    """Tokens of all prompts together. ``cached_tokens`` were found in the prefix cache; where tokens were proposed ahead, how many became output."""
     prompt = sum(each.usage.prompt_tokens for each in completions)
     completion = sum(each.usage.completion_tokens for each in completions)
     cached = sum(each.usage.cached_tokens for each in completions)
-    return {
+    told: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    drafted = sum(each.usage.drafted_tokens or 0 for each in completions)
+    if drafted:
+        accepted = sum(each.usage.accepted_tokens or 0 for each in completions)
+        told["completion_tokens_details"] = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+    return told
 
 
 def extension(completions: Sequence[Completion]) -> list[dict[str, Any]]:

@@ -69,6 +69,19 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class SpeculationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An extension, as the daemon's protocol has it: a mode alone, or these."""
+
+    mode: str = "auto"
+    num_draft: int | None = None
+    acceptance: str | None = None
+
+    def options(self) -> dict[str, Any]:
+        """As the client takes them."""
+        given = {"speculation": self.mode, "num_draft": self.num_draft, "draft_acceptance": self.acceptance}
+        return {name: value for name, value in given.items() if value is not None}
+
+
 class Fields(ConstraintFields, frozen=True, kw_only=True):
     """What both endpoints take. ``top_k`` to ``cache_salt`` are extensions under vLLM's names."""
 
@@ -97,6 +110,7 @@ class Fields(ConstraintFields, frozen=True, kw_only=True):
     priority: int | None = None
     deadline_s: float | None = None
     queue_timeout_s: float | None = None
+    speculation: str | SpeculationFields | None = None
 
     @property
     def num_choices(self) -> int:
@@ -258,6 +272,10 @@ def _options(fields: Fields) -> GenerateOptions:
     elif fields.best_of is not None and fields.best_of > fields.num_choices:
         options["best_of"] = fields.best_of
     options |= constraint_options(fields)
+    if isinstance(fields.speculation, str):
+        options["speculation"] = fields.speculation
+    elif fields.speculation is not None:
+        options |= fields.speculation.options()
     if fields.seed is not None:
         options["seed"] = fields.seed & _SEED_MASK  # OpenAI's seeds are signed
     return options  # type: ignore[return-value]  # names and types are those of GenerateOptions

@@ -20,6 +20,7 @@ from kvd.transport.choosing import choice_scores
 from kvd.transport.clients import Client
 from kvd.transport.constraining import read_constraint
 from kvd.transport.credit import StreamCredit
+from kvd.transport.drafting import drafted
 from kvd.transport.edge import RETRY_AFTER_S, Edge
 from kvd.transport.errors import RequestError, bad_request
 from kvd.transport.output_rules import check_something_is_left, keep_tokens
@@ -350,6 +351,7 @@ class Requests:
                     restored_tokens=usage.restored_tokens,
                     recomputed_tokens=usage.recomputed_tokens,
                     completion_tokens=sum(end.num_tokens for end in ends),
+                    **drafted(usage),
                 ),
                 timings=Timings(queue_ms=round(waited_ms + usage.queue_ms, 3), ttft_ms=round(ttft_ms, 3), total_ms=round(total_ms, 3)),
                 seed=request.seed,

@@ -7,6 +7,7 @@ from kvd_client.protocol.messages import Generate, Sampling
 from kvd.cache.tenants import tenant_salt
 from kvd.commands import Submit
 from kvd.transport.choosing import beam_search
+from kvd.transport.drafting import speculation
 from kvd.transport.times import times_left
 from kvd.types import Constraint, SamplingParams
 
@@ -50,6 +51,7 @@ def submit_command(
         adapter_name=message.adapter,
         best_of=message.best_of,
         beam=beam_search(message.beam),
+        speculation=speculation(message.speculation),
         constraint=constraint,
         prompt_logprobs=message.prompt_logprobs,
     )

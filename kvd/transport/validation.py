@@ -9,6 +9,7 @@ from kvd_client.protocol.messages import ID_BYTES, Forget, Generate, Pin, Sampli
 from kvd.cache.tenants import MAX_CACHE_SALT_BYTES, PIN_NAME
 from kvd.transport.choosing import check_choosing
 from kvd.transport.constraining import check_constraint, has_source
+from kvd.transport.drafting import check_speculation
 from kvd.transport.errors import RequestError, bad_request
 from kvd.transport.output_rules import check_output_rules, check_truncatable
 from kvd.types import MAX_PRIORITY, MIN_PRIORITY, ErrorCode
@@ -20,9 +21,6 @@ MAX_TTL_S = 366 * 86400
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_SEED = (1 << 64) - 1
-
-_GENERATE_DEFAULTS = Generate(request_id=b"", input="")
-NOT_SUPPORTED = ("speculation",)
 
 
 def check_id(field: str, value: bytes) -> None:
@@ -63,12 +61,10 @@ def check_generate(message: Generate, *, max_choices: int, max_stop_strings: int
     _check_sampling(message.sampling)
     check_choosing(message, vocab_size=vocab_size)
     check_constraint(message)
+    check_speculation(message)
     check_output_rules(message, vocab_size=vocab_size)
     if message.adapter:
         check_adapter(message.adapter)
-    for field in NOT_SUPPORTED:
-        if getattr(message, field) != getattr(_GENERATE_DEFAULTS, field):
-            raise bad_request(f"{field} is not supported")
 
 
 def num_bodies(message: Generate) -> int:
