@@ -56,9 +56,10 @@ class _Tokens:
     def __init__(self, vocabulary: Vocabulary) -> None:
         special = dict.fromkeys(vocabulary.eos_token_ids, "") | dict(vocabulary.special_texts)
         self.eos_token_id = vocabulary.eos_token_ids[0]
-        self.special_token_ids = sorted(special)
+        known = vocabulary.token_bytes[: vocabulary.vocab_size]
+        self.special_token_ids = sorted(token_id for token_id in special if token_id < len(known))
         names = {token_id: (text or f"<|{token_id}|>").encode() for token_id, text in special.items()}
-        self.tokens = [names.get(token_id, text) for token_id, text in enumerate(vocabulary.token_bytes)]
+        self.tokens = [names.get(token_id, text) for token_id, text in enumerate(known)]
         self._encode = vocabulary.encode
 
     def __call__(self, text: str | bytes) -> list[int]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 
 import pytest
 
 from kvd.config import GrammarConfig
 from kvd.grammar.compiler import GrammarCompiler
+from kvd.grammar.errors import GrammarError
 from kvd.grammar.state import CompiledGrammar, GrammarState
 from kvd.grammar.vocabulary import Vocabulary
 from kvd.types import Constraint, ErrorCode
@@ -273,3 +275,75 @@ def test_a_forbidden_token_is_a_problem_of_its_sequence_alone(compiler: GrammarC
     assert "x" in one.problem
     assert two.problem == ""
     assert allowed(compiler, one, two)[1] == {ord("l"), ord("r")}
+
+
+HOSTILE = [
+    Constraint("regex", (r"(a|b)*a(a|b){300}c",)),
+    Constraint("regex", (r"((a{1,1000}){1,1000}){1,1000}",)),
+    Constraint("regex", (r"(\p{L}{1,1000}\p{N}){1,1000}",)),
+    Constraint("regex", ("(" * 5000,)),
+    Constraint("regex", ("(" * 900 + "a" + ")*" * 900,)),
+    Constraint(
+        "json_schema", (json.dumps({"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(6)]} for i in range(8)]}),)
+    ),
+    Constraint("json_schema", (json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 100_000, "maxItems": 1_000_000}),)),
+    Constraint("json_schema", ('{"type":"array","items":' * 900 + "{}" + "}" * 900,)),
+    Constraint("json_schema", (json.dumps({"enum": [f"value {number}" for number in range(5000)]}),)),
+    Constraint("lark", ('start: s\ns: s s s | s s | "a" | ""\n',)),
+    Constraint("lark", ("start: A\nA: /(.*a.*){10}/ & /(.*b.*){10}/ & ~/.*ccc.*/ & /(.*d.*){10}/\n",)),
+    Constraint("lark", ('start: (("a" | "b"){1,1000}){1,1000}\n',)),
+    Constraint("lark", ("%import nowhere.at.all\nstart: all",)),
+    Constraint("choice", tuple("x" * number for number in range(1, 600))),
+]
+
+
+@pytest.mark.parametrize("constraint", HOSTILE, ids=lambda each: f"{each.kind}-{each.source[0][:24]}")
+def test_a_source_made_to_hurt_is_compiled_or_refused_and_hurts_nobody(compiler: GrammarCompiler, constraint: Constraint) -> None:
+    result = compile_now(compiler, constraint)
+    if isinstance(result, CompiledGrammar):
+        state, rng = result.start(), random.Random(1)
+        for _ in range(40):
+            (choices,) = allowed(compiler, state)
+            if state.problem or state.is_over:
+                break
+            state.advance(rng.choice(sorted(choices)))
+        assert "backtrace" not in state.problem
+    else:
+        assert result[0] is ErrorCode.BAD_REQUEST
+    assert takes(compiled(compiler, Constraint("regex", ("[a-z]+",))), "fine")
+
+
+def test_a_model_without_an_end_takes_no_constraints() -> None:
+    vocabulary = Vocabulary(token_bytes=[b"a"], special_texts={}, eos_token_ids=(), vocab_size=1, encode=lambda _: [])
+    lame = GrammarCompiler(GrammarConfig(), lambda: vocabulary, now_s=lambda: 0.0, on_done=lambda: None)
+    with pytest.raises(GrammarError, match="ends a sequence"):
+        lame.prepare()
+    code, message = compile_now(lame, Constraint("json"))
+    assert (code, "ends a sequence" in message) == (ErrorCode.BAD_REQUEST, True)
+
+
+def test_without_the_library_that_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    lame = GrammarCompiler(GrammarConfig(), byte_vocabulary, now_s=lambda: 0.0, on_done=lambda: None)
+    with pytest.raises(GrammarError, match="llguidance"):
+        lame.prepare()
+
+
+def test_ids_that_only_the_model_or_only_the_tokenizer_has_are_never_allowed() -> None:
+    token_bytes = [bytes([byte]) for byte in range(256)] + [b"", b"beyond"]
+    for vocab_size in (200, 258, 300):
+        vocabulary = Vocabulary(
+            token_bytes=token_bytes,
+            special_texts={256: "<|end|>"},
+            eos_token_ids=(10,),
+            vocab_size=vocab_size,
+            encode=lambda text: list(text.encode()),
+        )
+        compiler = GrammarCompiler(GrammarConfig(), lambda vocabulary=vocabulary: vocabulary, now_s=lambda: 0.0, on_done=lambda: None)
+        state = compiled(compiler, Constraint("regex", ("[^\n]+",))).start()
+        words = compiler.masks([state], [()])
+        assert len(words) == 4 * vocabulary.num_words
+        bits = {bit for bit in range(8 * len(words)) if words[bit // 8] >> bit % 8 & 1}
+        assert max(bits) < min(vocab_size, 258)
+        assert ord("x") in bits
+        assert 256 not in bits
