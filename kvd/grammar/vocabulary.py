@@ -56,7 +56,8 @@ class _Tokens:
     def __init__(self, vocabulary: Vocabulary) -> None:
         special = dict.fromkeys(vocabulary.eos_token_ids, "") | dict(vocabulary.special_texts)
         self.eos_token_id = vocabulary.eos_token_ids[0]
-        known = vocabulary.token_bytes[: vocabulary.vocab_size]
+        known = [*vocabulary.token_bytes[: vocabulary.vocab_size]]
+        known += [b""] * (vocabulary.vocab_size - len(known))
         self.special_token_ids = sorted(token_id for token_id in special if token_id < len(known))
         names = {token_id: (text or f"<|{token_id}|>").encode() for token_id, text in special.items()}
         self.tokens = [names.get(token_id, text) for token_id, text in enumerate(known)]
