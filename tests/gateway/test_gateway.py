@@ -152,6 +152,28 @@ def test_log_probabilities_name_the_tokens(client: openai.OpenAI, stream: bool):
     assert offsets == list(range(6))
 
 
+@pytest.mark.grammar
+def test_an_answer_has_the_form_that_was_asked_for(client: openai.OpenAI):
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "maximum": 99, "minimum": 0}},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model="small",
+        messages=CHAT,
+        max_tokens=200,
+        response_format={"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": schema}},
+    )
+    assert 0 <= json.loads(answer.choices[0].message.content)["age"] <= 99
+    assert answer.choices[0].finish_reason == "stop"
+    answer = client.chat.completions.create(model="small", messages=CHAT, max_tokens=5, extra_body={"guided_choice": ["left", "right"]})
+    assert answer.choices[0].message.content in ("left", "right")
+    with pytest.raises(openai.BadRequestError, match="objekt"):
+        client.completions.create(model="small", prompt="x", extra_body={"structured_outputs": {"json": {"type": "objekt"}}})
+
+
 def test_the_models(client: openai.OpenAI, gateway: GatewayProcess):
     assert [model.id for model in client.models.list()] == ["small", "alias"]
     assert client.models.retrieve("alias").max_model_len == MAX_MODEL_LEN
