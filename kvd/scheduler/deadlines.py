@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 from kvd.scheduler.request import Request
 from kvd.types import ErrorCode
@@ -27,15 +28,13 @@ class Deadlines:
         if command.queue_timeout_s:
             self._push(now_s + command.queue_timeout_s, request, ErrorCode.QUEUE_TIMEOUT)
 
-    def due(self, now_s: float) -> list[tuple[Request, ErrorCode, str]]:
-        """Whose time is over by now, with the code and the reason of their failure. Each is told once."""
-        found: list[tuple[Request, ErrorCode, str]] = []
+    def due(self, now_s: float) -> Iterator[tuple[Request, ErrorCode, str]]:
+        """Whose time is over by now, with the code and the reason of their failure. Fail each before the next is asked for: both of its times may be over."""
         heap = self._heap
         while heap and (heap[0][0] <= now_s or heap[0][2].is_over):
             _, _, request, code = heapq.heappop(heap)
             if not _is_moot(request, code):
-                found.append((request, code, _reason(request, code)))
-        return found
+                yield request, code, _reason(request, code)
 
     @property
     def next_s(self) -> float | None:

@@ -63,6 +63,16 @@ def test_a_request_that_has_not_begun_by_its_queue_timeout_fails_and_may_come_ag
     assert sim.code(runs) == "done", "it had begun"
 
 
+def test_a_request_whose_two_times_end_together_fails_once():
+    sim = make(max_running=1)
+    sim.submit(prompt(1), max_tokens=50)
+    sim.round()
+    both = sim.submit(prompt(2), max_tokens=5, deadline_s=1.0, queue_timeout_s=1.0)
+    sim.wait_s(1.0)
+    assert sim.code(both) == ErrorCode.DEADLINE_EXCEEDED
+    sim.finish_all()
+
+
 def test_what_began_and_was_preempted_is_not_timed_out_of_the_queue():
     sim = make(num_blocks=6, max_running=2)
     first = sim.submit(prompt(1, 7), max_tokens=14)
