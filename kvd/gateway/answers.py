@@ -9,18 +9,19 @@ import codecs
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 from kvd_client.protocol.messages import TokenLogprob
-from kvd_client.results import Choice, Chunk, Completion
+from kvd_client.results import Choice, Chunk, Completion, PromptEcho
 
 from kvd.gateway.token_texts import TokenTexts, chat_text, completion_text
 
 _LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
 DONE = b"data: [DONE]\n\n"
+_NO_PROMPT = PromptEcho()
 
 _encode = msgspec.json.encode
 
@@ -66,9 +67,38 @@ def extension(completions: Sequence[Completion]) -> list[dict[str, Any]]:
             "ttft_ms": each.timings.ttft_ms,
             "total_ms": each.timings.total_ms,
             "seed": each.seed,
+            "choices": [_choice_usage(choice) for choice in each.choices],
         }
         for each in completions
     ]
+
+
+def _choice_usage(choice: Choice) -> dict[str, Any]:
+    told: dict[str, Any] = {"completion_tokens": len(choice.token_ids)}
+    for name in ("cumulative_logprob", "score"):
+        if (value := getattr(choice, name)) is not None:
+            told[name] = value
+    return told
+
+
+def without_output(completion: Completion) -> Completion:
+    """The answer to a request that wanted its prompt scored and nothing generated."""
+    choices = tuple(Choice(choice.index, "", (), "length") for choice in completion.choices)
+    usage = msgspec.structs.replace(completion.usage, completion_tokens=0)
+    return replace(completion, choices=choices, usage=usage)
+
+
+def prompt_logprobs(prompt: PromptEcho | None, texts: TokenTexts) -> list[dict[str, Any] | None]:
+    """VLLM's form: nothing for the first token, then for each a map by token id. The rank is told of those among the most likely."""
+
+    def entry(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        return {"logprob": max(logprob, _LEAST_LOGPROB), "rank": rank, "decoded_token": chat_text(texts.bytes_of(token_id))}
+
+    told: list[dict[str, Any] | None] = [None]
+    for each in prompt.logprobs if prompt is not None else ():
+        top = {str(token_id): entry(token_id, logprob, place + 1) for place, (token_id, logprob) in enumerate(each.top)}
+        told.append({str(each.token_id): entry(each.token_id, each.logprob, None)} | top)
+    return told
 
 
 class ChatForm:
@@ -77,16 +107,23 @@ class ChatForm:
     id_prefix = "chatcmpl-"
     piece_kind = "chat.completion.chunk"
 
-    def __init__(self, texts: TokenTexts, *, logprobs: bool) -> None:
+    def __init__(self, texts: TokenTexts, *, logprobs: bool, prompt_logprobs: bool = False) -> None:
         self._texts = texts
         self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
 
     def whole(self, head: Head, completions: Sequence[Completion]) -> bytes:
         """The answer to a request that is no stream."""
         choices = [self._choice(choice) for completion in completions for choice in completion.choices]
-        return _whole(head.fields("chat.completion"), choices, completions)
+        fields = head.fields("chat.completion")
+        if self._prompt_logprobs:
+            fields["prompt_logprobs"] = prompt_logprobs(completions[0].prompt, self._texts)
+        return _whole(fields, choices, completions)
 
-    def first_piece(self) -> bytes:
+    def begin(self, number: int, prompt: PromptEcho | None) -> None:
+        """A prompt's stream begins."""
+
+    def first_piece(self, choice: int) -> bytes:  # noqa: ARG002  the other form counts by choice
         """What a choice's stream begins with, between its index and its end."""
         return b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
 
@@ -140,10 +177,14 @@ class CompletionForm:
     id_prefix = "cmpl-"
     piece_kind = "text_completion"
 
-    def __init__(self, texts: TokenTexts, *, logprobs: bool, num_choices: int) -> None:
-        """``num_choices``: of each prompt; the choices of several prompts are numbered on."""
+    def __init__(self, texts: TokenTexts, *, logprobs: bool, num_choices: int, echo: bool = False, prompt_logprobs: bool = False) -> None:
+        """``num_choices``: of each prompt; the choices of several prompts are numbered on. ``echo``: each text begins with its prompt."""
         self._texts = texts
         self._logprobs = logprobs
+        self._echo = echo
+        self._prompt_logprobs = prompt_logprobs
+        self._prompts: dict[int, PromptEcho] = {}
+        """By number, where they are to be echoed in streams."""
         self._num_choices = num_choices
         self._offsets: defaultdict[int, _Offsets] = defaultdict(_Offsets)
         """By choice."""
@@ -151,33 +192,52 @@ class CompletionForm:
     def whole(self, head: Head, completions: Sequence[Completion]) -> bytes:
         """The answer to a request that is no stream."""
         choices = [
-            {
-                "index": prompt * self._num_choices + choice.index,
-                "text": choice.text,
-                "logprobs": self._entries(prompt * self._num_choices + choice.index, choice.logprobs) if self._logprobs else None,
-                "finish_reason": choice.finish_reason,
-            }
-            for prompt, completion in enumerate(completions)
+            self._choice(number * self._num_choices + choice.index, choice, completion.prompt)
+            for number, completion in enumerate(completions)
             for choice in completion.choices
         ]
         return _whole(head.fields("text_completion"), choices, completions)
 
-    def first_piece(self) -> bytes:
-        """A completion's stream begins with its text."""
-        return b""
+    def _choice(self, index: int, choice: Choice, prompt: PromptEcho | None) -> dict[str, Any]:
+        echoed = prompt if self._echo and prompt is not None else PromptEcho()
+        told: dict[str, Any] = {
+            "index": index,
+            "text": echoed.text + choice.text,
+            "logprobs": self._entries(index, choice.logprobs, echoed) if self._logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+        if self._prompt_logprobs:
+            told["prompt_logprobs"] = prompt_logprobs(prompt, self._texts)
+        return told
+
+    def begin(self, number: int, prompt: PromptEcho | None) -> None:
+        """A prompt's stream begins."""
+        if self._echo and prompt is not None:
+            self._prompts[number] = prompt
+
+    def first_piece(self, choice: int) -> bytes:
+        """A completion's stream begins with its text, or with that of its prompt."""
+        prompt = self._prompts.get(choice // self._num_choices)
+        if prompt is None:
+            return b""
+        entries = _encode(self._entries(choice, (), prompt)) if self._logprobs else b"null"
+        return b',"text":' + _encode(prompt.text) + b',"logprobs":' + entries + b',"finish_reason":null}]'
 
     def piece(self, choice: int, text: str, logprobs: Sequence[TokenLogprob], finish_reason: str | None) -> bytes:
         """A choice's further text, between its index and its end."""
         entries = _encode(self._entries(choice, logprobs)) if self._logprobs and logprobs else b"null"
         return b',"text":' + _encode(text) + b',"logprobs":' + entries + b',"finish_reason":' + _reason(finish_reason) + b"}]"
 
-    def _entries(self, choice: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        data = [self._texts.bytes_of(each.token_id) for each in logprobs]
+    def _entries(self, choice: int, logprobs: Sequence[TokenLogprob], echoed: PromptEcho = _NO_PROMPT) -> dict[str, Any]:
+        """Of the prompt where it is echoed, whose first token nothing precedes, and of a choice's further tokens."""
+        told: list[TokenLogprob | None] = [None] if echoed.token_ids else []
+        told += [*echoed.logprobs, *logprobs]
+        data = [self._texts.bytes_of(echoed.token_ids[0] if each is None else each.token_id) for each in told]
         tokens = [completion_text(each) for each in data]
         return {
             "tokens": tokens,
-            "token_logprobs": [max(each.logprob, _LEAST_LOGPROB) for each in logprobs],
-            "top_logprobs": [self._top(each, token) for each, token in zip(logprobs, tokens, strict=True)],
+            "token_logprobs": [None if each is None else max(each.logprob, _LEAST_LOGPROB) for each in told],
+            "top_logprobs": [None if each is None else self._top(each, token) for each, token in zip(told, tokens, strict=True)],
             "text_offset": [self._offsets[choice].pass_by(each) for each in data],
         }
 
@@ -204,6 +264,10 @@ class Pieces:
         self._with_usage = with_usage
         self._begun: dict[int, bytes] = {}
         """By choice that has begun: what its pieces start with."""
+
+    def begin(self, number: int, prompt: PromptEcho | None) -> None:
+        """The stream of a prompt begins; what was to be told of it."""
+        self._form.begin(number, prompt)
 
     def of(self, chunks: Sequence[Chunk], first_choice: int = 0) -> bytes:
         """What has come of one prompt's choices as one piece each; ``first_choice`` is the number of the prompt's first."""
@@ -235,7 +299,7 @@ class Pieces:
         first = b""
         if start is None:
             start = self._begun[choice] = self._start + b'{"index":%d' % choice
-            if opening := self._form.first_piece():
+            if opening := self._form.first_piece(choice):
                 first = start + opening + self._end
         if not text and not logprobs and finish_reason is None:
             return first  # an unfinished character, or what may become a stop string

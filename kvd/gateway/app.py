@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 from kvd_client.aio import AsyncClient, AsyncStream
 from kvd_client.errors import KvdError
-from kvd_client.protocol.messages import HelloReply
+from kvd_client.protocol.messages import HelloReply, TokenLogprob
 from kvd_client.requests import GenerateOptions
-from kvd_client.results import Choice, Chunk
+from kvd_client.results import Choice, Chunk, Completion, PromptEcho
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -29,7 +29,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvd.gateway.adapter_names import AdapterNames
-from kvd.gateway.answers import DONE, ChatForm, CompletionForm, Form, Head, Pieces
+from kvd.gateway.answers import DONE, ChatForm, CompletionForm, Form, Head, Pieces, without_output
 from kvd.gateway.errors import ApiError, api_error
 from kvd.gateway.fields import (
     ChatFields,
@@ -228,18 +228,31 @@ class Gateway:
     async def _chat(self, body: bytes, send: Send) -> None:
         fields = read_fields(body, ChatFields)
         options, messages = chat_options(fields), chat_messages(fields)
-        make_form = partial(ChatForm, logprobs=bool(fields.logprobs))
+        make_form = partial(ChatForm, logprobs=bool(fields.logprobs), prompt_logprobs=fields.prompt_logprobs is not None)
         await self._generate(fields, make_form, [partial(self._client.chat, messages, **options)], options, send)
 
     async def _complete(self, body: bytes, send: Send) -> None:
         fields = read_fields(body, CompletionFields)
         options, prompts = completion_options(fields), completion_prompts(fields)
-        make_form = partial(CompletionForm, logprobs=fields.logprobs is not None, num_choices=fields.num_choices)
+        make_form = partial(
+            CompletionForm,
+            logprobs=fields.logprobs is not None,
+            num_choices=fields.num_choices,
+            echo=bool(fields.echo),
+            prompt_logprobs=fields.prompt_logprobs is not None,
+        )
         asks = [partial(self._client.generate, prompt, **options) for prompt in prompts]
-        await self._generate(fields, make_form, asks, options, send)
+        await self._generate(fields, make_form, asks, options, send, scores_alone=fields.scores_alone)
 
     async def _generate(
-        self, fields: Fields, make_form: Callable[[TokenTexts], Form], asks: Sequence[_Ask], options: GenerateOptions, send: Send
+        self,
+        fields: Fields,
+        make_form: Callable[[TokenTexts], Form],
+        asks: Sequence[_Ask],
+        options: GenerateOptions,
+        send: Send,
+        *,
+        scores_alone: bool = False,
     ) -> None:
         name, served, adapter = await self._require_model(fields.model)
         more = {"adapter": adapter} if adapter else {}
@@ -251,11 +264,16 @@ class Gateway:
             pieces = Pieces(form, head, with_usage=fields.wants_stream_usage)
             await Streaming(streams, pieces, fields.num_choices, check, send).run()
             return
-        completions = await _all([ask(stream=False, **more) for ask in asks])
-        await check([choice for completion in completions for choice in completion.choices])
+        completions: list[Completion] = await _all([ask(stream=False, **more) for ask in asks])
+        if scores_alone:
+            completions = [without_output(completion) for completion in completions]
+        for completion in completions:
+            await check(completion.choices, completion.prompt)
         await _send_whole(send, 200, form.whole(head, completions))
 
-    async def _check(self, served: _Served, wants_logprobs: bool, parts: Sequence[Chunk | Choice]) -> None:
+    async def _check(
+        self, served: _Served, wants_logprobs: bool, parts: Sequence[Chunk | Choice], prompt: PromptEcho | None = None
+    ) -> None:
         """What must hold before parts of an answer are written. The texts of their tokens are known afterwards.
 
         Raises:
@@ -267,6 +285,9 @@ class Gateway:
             raise _unavailable("the answer was cut short: the daemon shuts down", "draining")
         if wants_logprobs:
             await served.texts.learn(each for part in parts for each in part.logprobs)
+        if prompt is not None and (wants_logprobs or prompt.logprobs):
+            first = [TokenLogprob(token_id=token_id, logprob=0.0) for token_id in prompt.token_ids[:1]]
+            await served.texts.learn([*first, *prompt.logprobs])
         if not self._is_running(served) and (await self._greeting()).hello.fingerprint != served.hello.fingerprint:
             raise _unavailable("the daemon was restarted with another model", "interrupted")
 
@@ -314,7 +335,7 @@ class Gateway:
 _Take = Callable[[bytes, Send], Awaitable[None]]
 _Ask = Callable[..., Awaitable[Any]]
 """Begins a generation: ``stream`` says whether its result is a whole answer or a stream."""
-_Check = Callable[[Sequence[Chunk | Choice]], Awaitable[None]]
+_Check = Callable[[Sequence[Chunk | Choice], PromptEcho | None], Awaitable[None]]
 
 
 class _Endpoint:
@@ -366,8 +387,14 @@ class Streaming:
 
     async def _forward(self, number: int) -> None:
         stream, first_choice = self._streams[number], number * self._num_choices
+        is_first = True
         while chunks := await stream.batch():
-            await self._check(chunks)
+            if is_first:
+                is_first = False
+                await self._check(chunks, stream.prompt)
+                self._pieces.begin(number, stream.prompt)
+            else:
+                await self._check(chunks, None)
             if body := self._pieces.of(chunks, first_choice):
                 if not self._has_begun:
                     await self._begin()

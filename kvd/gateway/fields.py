@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import msgspec
 from kvd_client.requests import GenerateOptions
 
-from kvd.gateway.constraints import ConstraintFields, constraint_options
+from kvd.gateway.constraints import constraint_options
 from kvd.gateway.errors import ApiError, invalid_field, unsupported
+from kvd.gateway.outputs import OutputFields, ToolFields, output_options, tool_options
 
 _MAX_PROMPTS = 64
 _COMPLETION_MAX_TOKENS = 16
@@ -22,31 +23,21 @@ _COMPLETION_MAX_TOKENS = 16
 _SEED_MASK = (1 << 64) - 1
 _MAX_INT = (1 << 63) - 1
 _MAX_TOKEN_ID = (1 << 32) - 1
-_NO_TOOLS = "this server does not call tools"
-_NO_GRAMMAR = "this server does not constrain the answer's form"
+_NO_TOOLS = "its name here is tools"
 _NOT_HERE = "this server does not compute it"
 _OWN_TEMPLATE = "the conversation goes through the model's own template"
 
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
-        "tools": ((None, []), _NO_TOOLS),
-        "tool_choice": ((None, "none", "auto"), _NO_TOOLS),
         "functions": ((None, []), _NO_TOOLS),
         "function_call": ((None, "none", "auto"), _NO_TOOLS),
         "guided_whitespace_pattern": ((None,), "a schema names its white space by x-guidance"),
-        "logit_bias": ((None, {}), _NOT_HERE),
         "modalities": ((None, ["text"]), "this server answers with text"),
         "audio": ((None,), "this server answers with text"),
         "web_search_options": ((None,), "this server does not search"),
-        "echo": ((None, False), _NOT_HERE),
         "suffix": ((None, ""), "the model continues texts, it does not fill gaps"),
-        "prompt_logprobs": ((None,), _NOT_HERE),
         "logits_processors": ((None, []), _NOT_HERE),
-        "allowed_token_ids": ((None, []), _NO_GRAMMAR),
-        "bad_words": ((None, []), _NO_GRAMMAR),
-        "include_stop_str_in_output": ((None, False), "an answer ends before the stop string"),
         "skip_special_tokens": ((None, True), "special tokens have no text"),
-        "truncate_prompt_tokens": ((None,), "a prompt that does not fit is refused"),
         "chat_template": ((None,), _OWN_TEMPLATE),
         "documents": ((None, []), _OWN_TEMPLATE),
         "continue_final_message": ((None, False), "an answer is always a new turn"),
@@ -82,7 +73,7 @@ class SpeculationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return {name: value for name, value in given.items() if value is not None}
 
 
-class Fields(ConstraintFields, frozen=True, kw_only=True):
+class Fields(OutputFields, frozen=True, kw_only=True):
     """What both endpoints take. ``top_k`` to ``cache_salt`` are extensions under vLLM's names."""
 
     model: str | None = None
@@ -133,6 +124,8 @@ class ChatFields(Fields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolFields] | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
 
 class CompletionFields(Fields, frozen=True, kw_only=True):
@@ -140,6 +133,12 @@ class CompletionFields(Fields, frozen=True, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    echo: bool | None = None
+
+    @property
+    def scores_alone(self) -> bool:
+        """Nothing is to be generated: the prompt comes back, with what it is worth. One token is, for the daemon's sake, and not told."""
+        return bool(self.echo) and self.max_tokens == 0
 
 
 F = TypeVar("F", bound=Fields)
@@ -196,15 +195,32 @@ def chat_options(fields: ChatFields) -> GenerateOptions:
     if fields.chat_template_kwargs:
         _check_packs("chat_template_kwargs", fields.chat_template_kwargs)
         options["template_args"] = fields.chat_template_kwargs
+    if fields.tools:
+        _check_packs("tools", [tool.function for tool in fields.tools])
+    options |= tool_options(fields.tools, fields.tool_choice)  # type: ignore[typeddict-item]  # names and types are those of GenerateOptions
     return options
 
 
 def completion_options(fields: CompletionFields) -> GenerateOptions:
-    """Options of ``kvd_client``'s ``generate``."""
+    """Options of ``kvd_client``'s ``generate``.
+
+    Raises:
+        ApiError: fields contradict each other.
+    """
     options = _options(fields)
     options["max_tokens"] = _COMPLETION_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     if fields.logprobs is not None:
         options["logprobs"] = fields.logprobs
+    if fields.echo:
+        options["echo"] = True
+        if fields.logprobs is not None:
+            if fields.prompt_logprobs is not None:
+                raise ApiError(400, "logprobs with echo tell the prompt's too; leave prompt_logprobs away", param="prompt_logprobs")
+            options["prompt_logprobs"] = fields.logprobs
+    if fields.scores_alone:
+        if fields.is_stream:
+            raise ApiError(400, "max_tokens is 0, so that there is nothing to stream; leave stream away", param="max_tokens")
+        options["max_tokens"] = 1
     return options
 
 
@@ -272,6 +288,7 @@ def _options(fields: Fields) -> GenerateOptions:
     elif fields.best_of is not None and fields.best_of > fields.num_choices:
         options["best_of"] = fields.best_of
     options |= constraint_options(fields)
+    options |= output_options(fields, is_stream=fields.is_stream, has_stop=bool(fields.stop))
     if isinstance(fields.speculation, str):
         options["speculation"] = fields.speculation
     elif fields.speculation is not None:
@@ -298,7 +315,7 @@ def _check_integers(fields: Fields) -> None:
     for name in fields.__struct_fields__:
         value = getattr(fields, name)
         top = _SEED_MASK if name == "seed" else _MAX_INT
-        for number in value if name == "stop_token_ids" and value else (value,):
+        for number in value if name.endswith("token_ids") and value else (value,):
             if isinstance(number, int) and not -_MAX_INT - 1 <= number <= top:
                 raise ApiError(400, f"{name} is {number!s:.40}; it must be an integer of at most 64 bits", param=name)
 

@@ -80,6 +80,8 @@ class Daemon:
 class Stream:
     """One chunk at a time."""
 
+    prompt = None
+
     def __init__(self, daemon: Daemon, *chunks: Chunk) -> None:
         self.completion = completion("x", ())
         self._daemon = daemon

@@ -122,6 +122,63 @@ def test_a_stream_of_several_prompts_and_choices(client: openai.OpenAI):
     assert len(set(texts)) == 4
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_begins_each_text_and_its_log_probabilities(client: openai.OpenAI, stream: bool):
+    options = {"model": "small", "max_tokens": 6, "temperature": 0, "n": 2, "extra_body": {"ignore_eos": True}, "stream": stream}
+    answer = client.completions.create(prompt=["abc", "de"], echo=True, logprobs=1, **options)
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    for index, prompt in enumerate(["abc", "abc", "de", "de"]):
+        own = [choice for choice in choices if choice.index == index]
+        assert "".join(choice.text for choice in own) == prompt + greedy(prompt, 6)
+        told = [choice.logprobs for choice in own if choice.logprobs]
+        assert "".join(token for each in told for token in each.tokens) == prompt + greedy(prompt, 6)
+        assert [offset for each in told for offset in each.text_offset] == list(range(len(prompt) + 6))
+        values = [value for each in told for value in each.token_logprobs]
+        assert values[0] is None
+        assert all(value < 0 for value in values[1:])
+
+
+def test_a_prompt_is_scored_and_nothing_generated(client: openai.OpenAI):
+    options = {"model": "small", "prompt": "abcd", "temperature": 0, "logprobs": 2}
+    scored = client.completions.create(**options, echo=True, max_tokens=0)
+    longer = client.completions.create(**options, echo=True, max_tokens=3, extra_body={"ignore_eos": True})
+    choice = scored.choices[0]
+    assert (choice.text, choice.finish_reason, scored.usage.completion_tokens) == ("abcd", "length", 0)
+    assert choice.logprobs.token_logprobs == longer.choices[0].logprobs.token_logprobs[:4]
+    told = (
+        client.completions.create(model="small", prompt="abcd", max_tokens=1, extra_body={"prompt_logprobs": 1}).choices[0].prompt_logprobs
+    )
+    assert told[0] is None
+    assert [each[str(byte)]["logprob"] for each, byte in zip(told[1:], b"bcd", strict=True)] == choice.logprobs.token_logprobs[1:]
+    assert all(next(reversed(each.values()))["rank"] == 1 for each in told[1:])
+    chat = client.chat.completions.create(model="small", messages=CHAT, max_tokens=1, extra_body={"prompt_logprobs": 0})
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+
+
+def test_what_may_come_out_is_as_the_request_says(client: openai.OpenAI):
+    options = {"model": "small", "prompt": "abc", "max_tokens": 8, "temperature": 0}
+    biased = client.completions.create(**options, logit_bias={str(ord("Q")): 100}).choices[0]
+    assert biased.text == "Q" * 8
+    allowed = client.completions.create(**options, extra_body={"allowed_token_ids": [65, 66], "ignore_eos": True}).choices[0]
+    assert set(allowed.text) <= {"A", "B"}
+    with pytest.raises(openai.BadRequestError, match="no token may be sampled"):
+        client.completions.create(**options, extra_body={"allowed_token_ids": [65], "bad_words": ["A"]})
+    cut = client.completions.create(**options, extra_body={"truncate_prompt_tokens": 2, "ignore_eos": True})
+    assert (cut.usage.prompt_tokens, cut.choices[0].text) == (2, greedy("bc", 8))
+
+
+def test_tools_are_told_the_model_and_answers_stay_text(client: openai.OpenAI):
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+    options = {"model": "small", "messages": CHAT, "max_tokens": 3, "temperature": 0}
+    plain, told = client.chat.completions.create(**options), client.chat.completions.create(**options, tools=[tool])
+    assert told.usage.prompt_tokens > plain.usage.prompt_tokens + len('"look_up"')
+    assert told.choices[0].message.tool_calls is None
+    without = client.chat.completions.create(**options, tools=[tool], tool_choice="none")
+    assert without.usage.prompt_tokens == plain.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        client.chat.completions.create(**options, tools=[tool], tool_choice="required")
+
+
 def test_stop_ends_the_text_before_it(client: openai.OpenAI):
     full = greedy("abc", 24)
     options = {"model": "small", "prompt": "abc", "max_tokens": 24, "temperature": 0, "extra_body": {"ignore_eos": True}}

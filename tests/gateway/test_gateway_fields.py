@@ -71,19 +71,49 @@ def test_names_of_the_api_that_mean_something_of_kvds():
     assert chat_options(chat(chat_template_kwargs={"enable_thinking": False}))["template_args"] == {"enable_thinking": False}
 
 
+def test_what_may_come_out_and_what_is_told_of_the_prompt():
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+    asked = {"allowed_token_ids": [5], "banned_token_ids": [6], "bad_words": ["x"], "prompt_logprobs": 2}
+    given = chat_options(
+        chat(**asked, logit_bias={"5": -1.5}, truncate_prompt_tokens=-1, include_stop_str_in_output=True, stop="x", tools=[tool])
+    )
+    assert given == {**asked, "logit_bias": {5: -1.5}, "truncate_prompt": -1, "include_stop": True, "stop": "x", "tools": [tool]}
+    assert chat_options(chat(include_stop_str_in_output=True)) == {}
+    assert chat_options(chat(tools=[tool], tool_choice="auto")) == {"tools": [tool]}
+    assert chat_options(chat(tools=[tool], tool_choice="none")) == {}
+    assert completion_options(completion(echo=True, max_tokens=3)) == {"echo": True, "max_tokens": 3}
+    scored = completion_options(completion(echo=True, max_tokens=0, logprobs=1))
+    assert scored == {"echo": True, "max_tokens": 1, "logprobs": 1, "prompt_logprobs": 1}
+
+
+@pytest.mark.parametrize(
+    ("field", "asked"),
+    [
+        ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
+        ("prompt_logprobs", {"prompt_logprobs": 1, "echo": True, "logprobs": 1}),
+        ("max_tokens", {"max_tokens": 0, "echo": True, "stream": True}),
+    ],
+)
+def test_what_contradicts_itself_about_the_prompt_is_refused(field, asked):
+    with pytest.raises(ApiError) as refused:
+        completion_options(completion(**asked))
+    assert refused.value.param == field
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("tools", [{"type": "function"}]),
+        ("tools", ["look_up"]),
         ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "look_up"}}),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", {"-5": 1}),
+        ("logit_bias", {"99999999999999999999999": 1}),
+        ("truncate_prompt_tokens", 0),
         ("functions", [{}]),
-        ("logit_bias", {"5": 1}),
-        ("allowed_token_ids", [5]),
-        ("bad_words", ["x"]),
         ("logits_processors", ["x"]),
-        ("include_stop_str_in_output", True),
         ("skip_special_tokens", False),
-        ("truncate_prompt_tokens", 5),
         ("chat_template", "{{ messages }}"),
         ("documents", [{}]),
         ("length_penalty", 0.5),
@@ -114,7 +144,7 @@ def test_what_can_not_be_honoured_is_refused_by_name(field, value):
     assert field in refused.value.message
 
 
-@pytest.mark.parametrize(("field", "value"), [("echo", True), ("suffix", "end"), ("prompt", {}), ("prompt", None), ("logprobs", True)])
+@pytest.mark.parametrize(("field", "value"), [("echo", "yes"), ("suffix", "end"), ("prompt", {}), ("prompt", None), ("logprobs", True)])
 def test_what_a_completion_can_not_honour(field, value):
     with pytest.raises(ApiError) as refused:
         completion(**{field: value})
