@@ -120,7 +120,7 @@ def test_no_prompts_pieces_overtake_the_status():
                 await may_begin.wait()
             sent.append(message["type"])
 
-        async def check(_: Any) -> None:
+        async def check(_chunks: Any, _prompt: Any) -> None:
             pass
 
         daemon = Daemon()
