@@ -65,6 +65,22 @@ def test_a_seeded_answer_repeats_itself_and_streams_alike(daemon: DaemonProcess)
     assert [token for chunk in chunks for token in chunk.token_ids] == list(whole.token_ids)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_with_drafts_and_without_it_is_the_same_answer(daemon: DaemonProcess, temperature: float) -> None:
+    options: dict[str, Any] = {"json_schema": SCHEMA, "max_tokens": 300, "temperature": temperature, "seed": 5, "n": 2}
+    with daemon.client() as client:
+        answers = {mode: client.generate("Again: ", speculation=mode, **options) for mode in ("off", "ngram", "auto")}
+        by_chance = client.generate(
+            "Again: ", speculation="ngram", draft_acceptance="rejection", **{**options, "temperature": 1.0, "seed": None}
+        )
+        with pytest.raises(errors.BadRequest, match="draft model"):
+            client.generate("x", speculation="draft", regex="a", max_tokens=5)
+    texts = {mode: [choice.text for choice in answer.choices] for mode, answer in answers.items()}
+    assert texts["off"] == texts["ngram"] == texts["auto"]
+    assert not answers["off"].usage.accepted_tokens
+    assert all(matches(json.loads(choice.text), SCHEMA) for choice in by_chance.choices)
+
+
 def test_a_plain_request_beside_constrained_ones_answers_as_alone(daemon: DaemonProcess) -> None:
     expected = expected_tokens(b"Nothing special", 60)
     with daemon.client() as client:

@@ -92,9 +92,9 @@ def daemon(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         assert process.terminate() == 0
 
 
-def ask(daemon: DaemonProcess, number: int) -> tuple[int, Completion]:
+def ask(daemon: DaemonProcess, number: int, **more: Any) -> tuple[int, Completion]:
     question, constraint, _ = case(number)
-    options: dict[str, Any] = {"max_tokens": 200, "temperature": (0.0, 0.7, 1.3)[number % 3], "seed": number, **constraint}
+    options: dict[str, Any] = {"max_tokens": 200, "temperature": (0.0, 0.7, 1.3)[number % 3], "seed": number, **constraint, **more}
     with daemon.client(timeout_s=600.0) as client:
         return number, client.chat([{"role": "user", "content": question}], **options)
 
@@ -129,3 +129,12 @@ def test_an_answer_alone_is_the_answer_in_a_crowd(daemon: DaemonProcess) -> None
     with ThreadPoolExecutor(4) as pool:
         crowd = dict(pool.map(lambda number: ask(daemon, number), (0, 1, 4, 3)))
     assert crowd[0].token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_with_drafts_and_without_it_is_the_same_answer(daemon: DaemonProcess, number: int) -> None:
+    _, without = ask(daemon, number, speculation="off")
+    _, drafted = ask(daemon, number, speculation="auto")
+    assert drafted.token_ids == without.token_ids
+    usage = drafted.usage  # what nobody drafted is not counted
+    print(f"{usage.accepted_tokens or 0} of {usage.drafted_tokens or 0} drafted tokens accepted, {len(drafted.token_ids)} in all")
