@@ -118,7 +118,7 @@ class SpeculativeConfig:
         "How requests draft that don't say: `auto` (what followed the last tokens before, or else the draft model, wherever that is thought to pay), `ngram`, `draft` (one of these alone), `off`",
     )
     num_draft: int = key(8, "Tokens drafted for a sequence in a step, at most")
-    ngram_min: int = key(3, "Tokens that must have come before in the same order, for what followed them to be proposed")
+    ngram_min: int = key(2, "Tokens that must have come before in the same order, for what followed them to be proposed")
     ngram_max: int = key(12, "Tokens by which the places where they came before are told apart: the longest match is continued")
     draft_model: str = key(
         "",
