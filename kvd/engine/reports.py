@@ -47,7 +47,7 @@ def starting_report(facts: StartFacts, clock: Clock, state: str, progress: str =
         "instance": facts.instance,
         "uptime_s": round(clock.monotonic() - facts.started_monotonic_s, 3),
         "requests": {"running": 0, "waiting": 0, "stalled": 0},
-        "blocks": {"total": 0, "used": 0, "shared": 0, "cached": 0, "free": 0, "pinned": 0},
+        "blocks": {"total": 0, "used": 0, "shared": 0, "references": 0, "cached": 0, "free": 0, "pinned": 0},
         "store": {"nodes": 0, "blocks": 0, "bytes": 0, "wal_bytes": 0, "last_checkpoint_age_s": None, "degraded": None},
         "rehydration": {"blocks": 0, "tokens": 0, "bytes": 0, "seconds": 0.0, "pins_pending": 0, "pins_not_held": 0, "dropped": {}},
         "adapters": {"max_adapters": 0, "loaded": [], "waiting": 0},
