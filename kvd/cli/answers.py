@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvd.cli import constraints, drafting
+from kvd.cli import constraints, drafting, outputs
 from kvd.cli.exits import CommandError, Exit
 from kvd.cli.output import print_json
 
@@ -100,6 +100,7 @@ _NAMES = {
     "cache_ttl": "cache_ttl_s",
     "deadline": "deadline_s",
     "queue_timeout": "queue_timeout_s",
+    **outputs.NAMES,
     **constraints.NAMES,
 }
 _CUT_SHORT = "the daemon's drain ended the answer before it was complete; the same command may succeed on the next daemon"
@@ -117,17 +118,20 @@ def generation_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def wrapped(**given: Any) -> Any:
-        names = [flag.removeprefix("--").replace("-", "_") for flag, _ in (*_OPTIONS, *constraints.OPTIONS, *drafting.OPTIONS)]
+        names = [
+            flag.removeprefix("--").replace("-", "_") for flag, _ in (*_OPTIONS, *outputs.OPTIONS, *constraints.OPTIONS, *drafting.OPTIONS)
+        ]
         values = {_NAMES.get(name, name): given.pop(name) for name in names}
         options = {name: value for name, value in values.items() if value is not None and value is not False and value != ()}
         if options.get("early_stopping") in ("true", "false"):
             options["early_stopping"] = options["early_stopping"] == "true"
         constraints.check(options)
-        if "logprobs" in options and not given["as_json"]:
-            raise click.UsageError("--logprobs needs --json")
+        for name in ("logprobs", "prompt_logprobs"):
+            if name in options and not given["as_json"]:
+                raise click.UsageError(f"--{name.replace('_', '-')} needs --json")
         return command(options=options, **given)
 
-    for flag, attributes in reversed((*_OPTIONS, *constraints.OPTIONS, *drafting.OPTIONS)):
+    for flag, attributes in reversed((*_OPTIONS, *outputs.OPTIONS, *constraints.OPTIONS, *drafting.OPTIONS)):
         wrapped = click.option(flag, **attributes)(wrapped)
     return wrapped
 
@@ -148,7 +152,9 @@ def answer(client: Client, prompt: str | list[dict[str, str]], options: dict[str
         begun = client.generate(prompt, stream=True, **options) if isinstance(prompt, str) else client.chat(prompt, stream=True, **options)
         try:
             with begun as chunks:
-                for chunk in chunks:
+                for place, chunk in enumerate(chunks):
+                    if place == 0 and chunks.prompt is not None:
+                        click.echo(chunks.prompt.text, nl=False, err=as_json)
                     click.echo(chunk.text, nl=False, err=as_json)
         finally:
             click.echo(err=as_json)
@@ -156,8 +162,9 @@ def answer(client: Client, prompt: str | list[dict[str, str]], options: dict[str
     if as_json:
         print_json(completion_object(completion, has_logprobs="logprobs" in options))
     elif not stream:
+        echoed = completion.prompt.text if completion.prompt is not None else ""
         for choice in completion.choices:
-            click.echo((f"[{choice.index}] " if len(completion.choices) > 1 else "") + choice.text)
+            click.echo((f"[{choice.index}] " if len(completion.choices) > 1 else "") + echoed + choice.text)
     if any(choice.finish_reason == "aborted" for choice in completion.choices):
         raise CutShortError
     return completion
@@ -169,6 +176,7 @@ def completion_object(completion: Completion, *, has_logprobs: bool) -> dict[str
     choices = [_choice_object(choice, has_logprobs=has_logprobs) for choice in completion.choices]
     return {
         **(choices[0] if len(choices) == 1 else {"choices": choices}),
+        **outputs.prompt_object(completion.prompt),
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
@@ -187,12 +195,4 @@ def _choice_object(choice: Choice, *, has_logprobs: bool) -> dict[str, Any]:
     answered |= {name: value for name, value in scores.items() if value is not None}
     if not has_logprobs:
         return answered
-    logprobs = [
-        {
-            "token_id": each.token_id,
-            "logprob": each.logprob,
-            "top": [{"token_id": token_id, "logprob": logprob} for token_id, logprob in each.top],
-        }
-        for each in choice.logprobs
-    ]
-    return {**answered, "logprobs": logprobs}
+    return {**answered, "logprobs": outputs.logprob_objects(choice.logprobs)}

@@ -39,6 +39,9 @@ def test_the_examples_run(tmp_path: Path) -> None:
         again = run_example(daemon, "generate.py", "a prompt of more than sixteen tokens")
         assert again.splitlines()[:-1] == generated.splitlines()[:-1]
         assert "8 answers, " in run_example(daemon, "async_many.py", "--requests", "8")
+        scores = run_example(daemon, "score.py").splitlines()
+        assert [line.split(": ")[-1][1:6] for line in scores[:2]] == ["Water", "Water"]
+        assert scores[2].startswith("without ")
         beams = run_example(daemon, "beam_search.py", "--width", "4").splitlines()
         scores = [float(line.split("(score ")[1].split(",")[0]) for line in beams[:2]]
         assert scores == sorted(scores, reverse=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +178,27 @@ def test_a_stop_string_heeds_min_tokens_and_stays_in_the_text_if_asked(client: C
     later = complete(client, max_tokens=60, stop=plain[5], min_tokens=30)
     end = plain.find(plain[5], 30)
     assert later.text == (plain[:end] if end >= 0 else plain)
+
+
+def test_the_command_line_has_them(daemon: DaemonProcess, tmp_path: Path) -> None:
+    def run(*arguments: str, code: int = 0) -> str:
+        command = [sys.executable, "-m", "kvd", *arguments, "--connect", daemon.endpoint]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == code, done.stderr
+        return done.stdout if code == 0 else done.stderr
+
+    ask = ("generate", "--prompt", "abc", "--temperature", "0", "--max-tokens", "4", "--ignore-eos")
+    assert run(*ask, "--logit-bias", f"{ord('Q')}=100", "--echo") == "abcQQQQ\n"
+    assert run(*ask, "--logit-bias", f"{ord('Q')}=100", "--echo", "--stream") == "abcQQQQ\n"
+    assert set(run(*ask, "--allow-token-id", "120", "--allow-token-id", "121", "--ban-token-id", "121").strip()) == {"x"}
+    told = json.loads(run(*ask, "--echo", "--prompt-logprobs", "1", "--truncate-prompt", "2", "--bad-word", "e", "--json"))
+    assert told["prompt"]["text"] == "bc"
+    assert [entry["token_id"] for entry in told["prompt"]["logprobs"]] == [ord("c")]
+    (tmp_path / "tools.json").write_text('[{"name": "look_up"}]')
+    chat = run("chat", "--prompt", "hi", "--tools", str(tmp_path / "tools.json"), "--echo", "--max-tokens", "2")
+    assert chat.startswith('tools: [{"name": "look_up"}]\nuser: hi\nassistant: ')
+    assert "ID=BIAS" in run(*ask, "--logit-bias", "five", code=64)
+    assert "needs --json" in run(*ask, "--prompt-logprobs", "1", code=64)
 
 
 def test_many_prompts_are_answered_in_their_order(client: Client, daemon: DaemonProcess) -> None:
