@@ -84,11 +84,16 @@ class MaskWriter:
         words = bytearray(num_masks * self._mask_bytes)
         if num_masks:
             address = ctypes.addressof((ctypes.c_char * len(words)).from_buffer(words))
-            if plain:
-                self._executor.unsafe_compute_mask_ptr(plain, address, self._mask_bytes, num_masks)
-            if drafting:
-                self._executor.unsafe_compute_mask_ptr_with_draft_token(drafting, address, self._mask_bytes, num_masks)
+            for batch in _batches(plain):
+                self._executor.unsafe_compute_mask_ptr(batch, address, self._mask_bytes, num_masks)
+            for batch in _batches(drafting):
+                self._executor.unsafe_compute_mask_ptr_with_draft_token(batch, address, self._mask_bytes, num_masks)
         return words
+
+
+def _batches(entries: list[Any]) -> list[list[Any]]:
+    """What goes to the library's threads together. One entry alone is computed on the caller's: a few are done before another thread has woken up."""
+    return [entries] if len(entries) >= _MIN_SPREAD else [[entry] for entry in entries]
 
 
 def reason(matcher: Any) -> str:
@@ -100,3 +105,4 @@ def reason(matcher: Any) -> str:
 
 
 _MAX_REASON_CHARS = 600
+_MIN_SPREAD = 16
