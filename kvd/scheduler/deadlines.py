@@ -54,8 +54,6 @@ def _is_moot(request: Request, code: ErrorCode) -> bool:
 
 
 def _reason(request: Request, code: ErrorCode) -> str:
-    command = request.command
     if code is ErrorCode.QUEUE_TIMEOUT:
-        return f"the request has not begun to run within {command.queue_timeout_s:g} s (queue_timeout_s)"
-    state = "runs" if request.first_run_s is not None else "still waits"
-    return f"the request {state} after {command.deadline_s:g} s (deadline_s)"
+        return "the request has not begun to run within its queue_timeout_s"
+    return f"the request {'runs' if request.first_run_s is not None else 'has not begun to run'} at the end of its deadline_s"

@@ -17,8 +17,8 @@ def times_left(message: Generate, waited_s: float) -> tuple[float, float]:
         RequestError: ``deadline_exceeded`` or ``queue_timeout``, if its prompt took longer to be rendered and tokenised.
     """
     if message.deadline_s and waited_s >= message.deadline_s:
-        raise RequestError(ErrorCode.DEADLINE_EXCEEDED, f"the prompt was tokenised after {message.deadline_s:g} s (deadline_s)")
+        raise RequestError(ErrorCode.DEADLINE_EXCEEDED, "the prompt was not tokenised within deadline_s")
     if message.queue_timeout_s and waited_s >= message.queue_timeout_s:
-        reason = f"the prompt was tokenised after {message.queue_timeout_s:g} s (queue_timeout_s)"
+        reason = "the prompt was not tokenised within queue_timeout_s"
         raise RequestError(ErrorCode.QUEUE_TIMEOUT, reason, retry_after_s=_RETRY_AFTER_S)
     return max(0.0, message.deadline_s - waited_s), max(0.0, message.queue_timeout_s - waited_s)
