@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 320
@@ -57,6 +58,18 @@ def make_model(
     write_tokenizer(path, corpus=corpus)
     write_template(path, template)
     return path
+
+
+def perturb(source: Path, target: Path, scale: float) -> Path:
+    """A copy of a model whose weights are a little other: it mostly says the same."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    tensors = load_file(source / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    save_file(
+        {name: tensor + scale * tensor.abs().mean() * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()},
+        target / "model.safetensors",
+    )
+    return target
 
 
 def write_tokenizer(path: Path, *, corpus: tuple[str, ...] = _CORPUS) -> None:

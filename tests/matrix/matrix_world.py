@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-import torch
-
 from kvd.cache.events import BlockOrigin, BlockStored
 from kvd.cache.hashing import Namespace, block_hash
 from kvd.cache.manager import CacheManager
@@ -318,19 +316,3 @@ def make_jobs(vocab_size: int, count: int, *, num_tokens: int, seed: int = 0) ->
         sampling = SamplingParams(temperature=0.9, top_p=0.95 if number % 4 == 3 else 1.0, seed=number) if number % 2 else GREEDY
         jobs.append(Job(prompt, num_tokens, sampling))
     return jobs
-
-
-def perturb(source: Path, target: Path, scale: float) -> Path:
-    """A copy of a model whose weights are a little other: it mostly says the same."""
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    tensors = load_file(source / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    save_file(
-        {name: tensor + scale * tensor.abs().mean() * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()},
-        target / "model.safetensors",
-    )
-    return target

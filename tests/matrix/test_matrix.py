@@ -9,8 +9,8 @@ import pytest
 
 pytestmark = pytest.mark.torch
 
-from matrix_world import CHUNKS, COMPANIES, MODES, SOURCES, Pair, Tally, all_cells, covering_cells, make_jobs, perturb  # noqa: E402
-from tiny_models import make_model  # noqa: E402
+from matrix_world import CHUNKS, COMPANIES, MODES, SOURCES, Pair, Tally, all_cells, covering_cells, make_jobs  # noqa: E402
+from tiny_models import make_model, perturb  # noqa: E402
 
 from kvd.executor.kernels.cpu import native  # noqa: E402
 
