@@ -46,7 +46,7 @@ def _problem_of_beams(command: Submit, most_choices: int) -> str:
         return f"beam search goes by the model's own log-probabilities: leave {changed} out"
     if command.constraint is not None:
         return "beam search and a constraint don't go together: sample with best_of instead"
-    if command.speculation is not None and command.speculation.mode not in ("auto", "off"):
+    if command.speculation is not None and command.speculation.mode != "off":
         return "beam search does not speculate: a draft would have to be verified for every beam; leave speculation out"
     return ""
 
