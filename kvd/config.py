@@ -101,7 +101,7 @@ class GrammarConfig:
 
     constraints: bool = key(
         True,
-        "Take requests whose output must match a constraint; the vocabulary is indexed for them at the start (some 20 MiB for 50,000 tokens)",
+        "Take requests whose output must match a constraint; the vocabulary is indexed for them at the start (some 20 MiB for 50,000 tokens; with `frontend = process` the engine has its tokenizer besides)",
     )
     max_constraint_bytes: int = key(256 << 10, "Bytes of a constraint's source: schema, expression, grammar or alternatives")
     max_waiting_constraints: int = key(64, "Constraints that wait to be compiled; `overloaded` (retryable) beyond")
