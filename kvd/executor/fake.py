@@ -282,6 +282,8 @@ class FakeRunner:
             state.rules.begin_step(masks.get(row, ()), len(state.token_ids))
             if state.drafted:
                 self._verify(row, state, output, logprobs)
+                if state.failed:
+                    stuck.append(row)
                 continue
             digest = self._context_digest(state)
             for choice in range(state.choice, state.choice + state.num_choices):
