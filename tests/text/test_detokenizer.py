@@ -93,3 +93,34 @@ def test_a_token_is_decoded_once_however_long_the_text() -> None:
     for _ in range(1000):
         detokenizer.push([97])
     assert calls == 1000
+
+
+@given(st.lists(st.binary(min_size=1, max_size=4), max_size=12), st.integers(0, 12), st.lists(st.integers(0, 1000), max_size=6))
+def test_an_echoed_prompt_and_its_output_are_the_text_of_all_tokens(tokens: list[bytes], num_prompt: int, points: list[int]) -> None:
+    """Tokens of any bytes, cut between prompt and output anywhere: the prompt's text is not flushed."""
+    table = PieceTable(
+        {number: "".join(CHAR_OF_BYTE[byte] for byte in token) for number, token in enumerate(tokens)}, PieceRules(byte_level=True)
+    )
+    ids = list(range(len(tokens)))
+    num_prompt = min(num_prompt, len(tokens))
+    echoed = IncrementalDetokenizer(table).push(ids[:num_prompt])
+    whole = b"".join(tokens).decode("utf-8", "replace")
+    assert echoed + "".join(pushed(table, ids[num_prompt:], points, prompt=ids[:num_prompt])) == whole
+
+
+@given(st.text(max_size=30), st.lists(st.integers(1, 5), max_size=40))
+def test_no_piece_of_any_text_holds_a_broken_character(text: str, lengths: list[int]) -> None:
+    data, tokens = text.encode(), list[bytes]()
+    for length in lengths:
+        tokens.append(data[:length])
+        data = data[length:]
+    tokens = [token for token in [*tokens, data] if token]
+    table = PieceTable(
+        {number: "".join(CHAR_OF_BYTE[byte] for byte in token) for number, token in enumerate(tokens)}, PieceRules(byte_level=True)
+    )
+    detokenizer = IncrementalDetokenizer(table)
+    given_out = ""
+    for number in range(len(tokens)):
+        given_out += detokenizer.push([number])
+        assert text.startswith(given_out)
+    assert given_out + detokenizer.flush() == text

@@ -89,3 +89,36 @@ def test_a_long_hostile_stop_string_costs_linear_time() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopMatcher(["a", ""])
+
+
+def late_reference(text: str, stops: list[str], first: int, *, include: bool) -> tuple[str, bool]:
+    """The first stop string that is completed by character ``first`` or a later one."""
+    for end in range(first + 1, len(text) + 1):
+        matches = [stop for stop in stops if text[:end].endswith(stop)]
+        if matches:
+            return text[: end if include else end - max(map(len, matches))], True
+    return text, False
+
+
+@given(
+    st.text("ab\u00e9\u0301", max_size=25),
+    st.lists(st.text("ab\u00e9\u0301", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 10),
+    st.booleans(),
+)
+def test_what_is_completed_too_early_is_text_and_what_is_included_stays(text: str, stops: list[str], first: int, include: bool) -> None:
+    matcher = StopMatcher(stops, include=include)
+    final, is_over = "", False
+    for place, char in enumerate(text):
+        out, is_over = matcher.push(char, may_end=place >= first)
+        final += out
+        if is_over:
+            break
+        if include:
+            assert final == text[: place + 1], "nothing is held back"
+    assert (final + matcher.flush(), is_over) == late_reference(text, stops, first, include=include)
+
+
+def test_a_stop_string_may_end_inside_what_people_see_as_one_character() -> None:
+    assert run(["caf", "e", "\u0301", " noir"], ["e"]) == ("caf", True)
+    assert run(["cafe\u0301 noir"], ["\u0301 "]) == ("cafe", True)

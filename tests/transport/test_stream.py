@@ -11,8 +11,8 @@ from kvd.transport.stream import ChoiceStream, StreamGapError
 from kvd.types import TokenLogprobs, pack_tokens, unpack_tokens
 
 
-def make(stops=(), *, has_text=True):
-    return ChoiceStream(0, detokenizer=ByteText().detokenizer([]) if has_text else None, stops=stops, silent_ids=frozenset({EOS}))
+def make(stops=(), *, has_text=True, **more):
+    return ChoiceStream(0, detokenizer=ByteText().detokenizer([]) if has_text else None, stops=stops, silent_ids=frozenset({EOS}), **more)
 
 
 def feed(stream, pieces, reason="length"):
@@ -104,3 +104,27 @@ def test_a_gap_is_an_error():
         stream.push(2, pack_tokens([97]), None)
     with pytest.raises(StreamGapError):
         stream.push(0, pack_tokens([97]), None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text(alphabet="abé😀", max_size=20),
+    stops=st.lists(st.text(alphabet="abé😀", min_size=1, max_size=3), min_size=1, max_size=3),
+    lengths=st.lists(st.integers(1, 5), max_size=10),
+    min_tokens=st.integers(0, 12),
+    include=st.booleans(),
+)
+def test_a_stop_string_counts_that_a_token_behind_min_tokens_completes(text, stops, lengths, min_tokens, include):
+    data = list(text.encode())
+    stream = make(stops, min_tokens=min_tokens, include_stop=include)
+    got, ids, _ = feed(stream, cut(data, lengths))
+    ends = [
+        end for end in range(1, len(text) + 1) if len(text[:end].encode()) > min_tokens and any(text[:end].endswith(stop) for stop in stops)
+    ]
+    if not ends:
+        assert (got, ids, stream.finish_reason) == (text, data, "length")
+        return
+    longest = max(len(stop) for stop in stops if text[: ends[0]].endswith(stop))
+    assert got == text[: ends[0] if include else ends[0] - longest]
+    assert ids == data[: len(text[: ends[0]].encode())]
+    assert stream.finish_reason == "stop"
