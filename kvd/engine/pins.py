@@ -22,7 +22,7 @@ from typing import Any
 from kvd.cache.events import BlockOrigin
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager, PinCapacityError, PinNotReadyError
-from kvd.cache.tenants import Selection, pin_label
+from kvd.cache.tenants import Selection, pin_label, pin_tenant
 from kvd.commands import (
     CheckpointDone,
     Event,
@@ -352,6 +352,7 @@ class Pins:
             max_tokens=1,
             credit_tokens=1,
             tenant_salt=recipe.tenant_salt,
+            tenant=pin_tenant(recipe.name),
             adapter=recipe.adapter,
             adapter_name=recipe.adapter_name,
         )
