@@ -237,17 +237,21 @@ class Drafting:
         """The step failed."""
         self._flights.pop(step, None)
 
-    def settle(self, step: int, out: ExecutorOutput) -> None:
-        """The step's tokens are told: its drafting sequences go back to those that stayed."""
-        flight = self._flights.pop(step, None)
+    def note_kept(self, step: int, out: ExecutorOutput) -> None:
+        """Count and learn what of the step's drafts was kept, before anything of it is told."""
+        flight = self._flights.get(step)
         if flight is None or not flight.drafts:
             return
         short = dict(out.short_drafts)
         num_kept = Counter(out.rows)
-        for sequence, num_known, draft in flight.drafts:
+        for sequence, _, draft in flight.drafts:
             num_drafted = short.get(sequence.row, draft.num_tokens)
-            num_accepted = min(max(0, num_kept[sequence.row] - 1), num_drafted)
-            self._note_accepted(sequence, draft.kind, num_drafted, num_accepted)
+            self._note_accepted(sequence, draft.kind, num_drafted, min(max(0, num_kept[sequence.row] - 1), num_drafted))
+
+    def settle(self, step: int) -> None:
+        """The step's tokens are told: its drafting sequences go back to those that stayed."""
+        flight = self._flights.pop(step, None)
+        for sequence, num_known, _ in flight.drafts if flight is not None else ():
             if not sequence.request.is_over and sequence.leaving is not Leaving.REPLANNED:
                 self._go_back(sequence, num_known)
 
@@ -284,8 +288,6 @@ def problem_of_drafting(command: Submit, drafting: Drafting | None) -> str:
     wish = command.speculation
     if wish is None or wish.mode == "off":
         return ""
-    if command.beam is not None:
-        return "beam search drafts no tokens: leave speculation out, or use mode off"
     if wish.mode == "draft":
         if drafting is None or not drafting.has_model:
             return "speculation mode draft: this daemon has no draft model (speculative.draft_model); use ngram, or leave it out"

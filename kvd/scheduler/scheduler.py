@@ -139,9 +139,7 @@ class Scheduler:
         if refusal is None and (problem := problem_of_drafting(command, self._drafting)):
             refusal = RequestFailed(command.request_id, ErrorCode.BAD_REQUEST, problem)
         if refusal is None and not internal and self.num_waiting >= self._config.max_waiting:
-            message = f"{self.num_waiting} requests wait, the limit is {self._config.max_waiting} (max_waiting)"
-            retry_after_s = self._endings.retry_after_s(command.priority)
-            refusal = RequestFailed(command.request_id, ErrorCode.OVERLOADED, message, retry_after_s)
+            refusal = self._make_room(command)
         if refusal is not None:
             self._counters["refused"] += 1
             return [refusal]
@@ -170,6 +168,16 @@ class Scheduler:
             return []
         self._constraints.begin(request)
         return self._settle()
+
+    def _make_room(self, command: Submit) -> RequestFailed | None:
+        """In a full queue: one that waits gives up its place, or else the refusal."""
+        message = f"{self.num_waiting} requests wait, the limit is {self._config.max_waiting} (max_waiting)"
+        roster = self._roster
+        displaced = roster.queue.displaced(command.priority, roster.tenants.num_waiting(command.tenant))
+        if displaced is None:
+            return RequestFailed(command.request_id, ErrorCode.OVERLOADED, message, self._endings.retry_after_s(command.priority))
+        self._endings.fail(displaced, ErrorCode.OVERLOADED, message, self._endings.retry_after_s(displaced.priority))
+        return None
 
     def _enter(self, request: Request) -> None:
         """The request has all that it needs but blocks, and perhaps credit."""
@@ -280,9 +288,12 @@ class Scheduler:
 
     def update(self, step: SchedulerOutput, out: ExecutorOutput) -> list[Event]:
         """Apply what a step, the oldest in flight, has computed and sampled."""
+        drafting = self._drafting
+        if drafting is not None:
+            drafting.note_kept(step.step, out)
         self._outcomes.apply(out, self._collect(step))
-        if self._drafting is not None:
-            self._drafting.settle(step.step, out)
+        if drafting is not None:
+            drafting.settle(step.step)
         return self._settle()
 
     def fail_step(self, step: SchedulerOutput, message: str) -> list[Event]:

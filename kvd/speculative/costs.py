@@ -2,7 +2,7 @@
 
 A step of few rows reads all of the weights for each of them, so that some further positions cost next to nothing; from some number on each costs its share. Where
 that is depends on the model, the kernels and the processor, and jumps with the tiles of the matrix products: so each number of positions has a time of its own,
-those in between and beyond are guessed. Times that are not measured again grow old and are forgotten, so that what was too slow once is tried again.
+those in between and beyond are guessed, in favour of what is not known. Times that are not measured again grow old and are forgotten, so that what was too slow once is tried again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class _Times:
         if not known:
             return None
         at = bisect_left(known, num_positions)
-        if at < len(known) and (known[at] == num_positions or at == 0):
+        if at == 0:  # fewer than were ever measured: at best they take their share, so they will be measured
+            return self._measured[known[0]][0] * num_positions / known[0]
+        if at < len(known) and known[at] == num_positions:
             return self._measured[known[at]][0]
         low = known[at - 1]
         below = self._measured[low][0]
