@@ -1,0 +1,483 @@
+"""A ``Cache`` for Hugging Face transformers that keeps keys and values in kvd's paged pool and shares what prompts begin with between calls.
+
+    pool = KvdPool(model)
+    with pool.cache(input_ids, attention_mask) as cache:
+        output = model.generate(input_ids, attention_mask=attention_mask, past_key_values=cache)
+        cache.store(output)
+
+``generate`` computes only what the pool does not hold: the cache begins with the longest prefix of the prompts that an earlier one computed, be it in the middle of a
+block. The tokens are those of transformers' own ``DynamicCache``. ``pool.generate(input_ids, ...)`` is these lines as one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+from transformers.generation.utils import GenerationMixin
+
+from kvd.cache.hashing import Namespace
+from kvd.cache.manager import BlockTable, CacheManager, CopyOnWrite, CostPolicy
+from kvd.executor.kv_pool import KvPool, row_bytes
+from kvd.types import TOKEN_BYTES, BlockId, PackedTokens, pack_tokens
+
+_DEFAULT_MEMORY = 1 << 30
+_ATTENTION = frozenset({"full_attention", "sliding_attention"})
+_ROPES_OF_LENGTH = frozenset({"dynamic", "longrope"})
+_CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
+"""As this release of transformers calls it."""
+
+
+class KvdCacheError(Exception):
+    """The cache can't do what is asked of it; the message says what to do."""
+
+
+class PoolFullError(KvdCacheError):
+    """Living caches hold every block."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class KvdPool:
+    """The blocks of one model's keys and values, and the prefix tree over them, in this process.
+
+    Args:
+        model: the transformers model (a causal language model without an encoder), for its shape, device and dtype.
+        kv_memory: bytes of the pool, at most; blocks that no living cache uses leave it when others need room.
+        block_size_tokens: positions in a block.
+
+    A pool belongs to one thread at a time. Where the model is another one than before (other weights, another active adapter), give its caches another ``salt``.
+
+    Raises:
+        KvdCacheError: the model keeps something that is no key and value per position, or the memory holds less than two blocks.
+    """
+
+    def __init__(self, model: Any, *, kv_memory: int = _DEFAULT_MEMORY, block_size_tokens: int = 16) -> None:
+        self._model = model
+        shape = _shape_of(model.config)
+        block_bytes = row_bytes(shape, model.dtype, block_size_tokens)
+        num_blocks = kv_memory // block_bytes
+        if num_blocks < 2:
+            raise KvdCacheError(f"kv_memory = {kv_memory}: a block takes {block_bytes} bytes, and a pool has at least two")
+        self.block_size_tokens = block_size_tokens
+        self.num_blocks = num_blocks
+        self.blocks = KvPool(shape, num_blocks, block_size_tokens, model.dtype, model.device)
+        self.tables = CacheManager(
+            num_blocks=num_blocks, block_size_tokens=block_size_tokens, free_watermark=1.0, policy=CostPolicy(num_blocks, block_size_tokens)
+        )
+
+    def cache(
+        self, input_ids: torch.Tensor | Sequence[Sequence[int]], attention_mask: torch.Tensor | None = None, *, salt: bytes = b""
+    ) -> KvdCache:
+        """A cache for these prompts, which holds already what all of them have in the pool.
+
+        Args:
+            input_ids: ``[batch, length]``, padded on the left.
+            attention_mask: ``[batch, length]``, 0 where there is padding; None: there is none.
+            salt: only caches with the same salt share anything.
+
+        Raises:
+            PoolFullError: living caches leave too few blocks.
+            KvdCacheError: padding that is not on the left.
+        """
+        return KvdCache(self, *_prompts_of(input_ids, attention_mask), salt=salt)
+
+    def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, salt: bytes = b"", **options: Any) -> Any:
+        """``model.generate`` over a cache of this pool, which afterwards holds prompts and answers."""
+        with self.cache(input_ids, attention_mask, salt=salt) as cache:
+            if attention_mask is not None:
+                options["attention_mask"] = attention_mask
+            output = self._model.generate(input_ids, **{_CACHE_ARGUMENT: cache}, **options)
+            cache.store(output if isinstance(output, torch.Tensor) else output.sequences)
+        return output
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start, as the daemon's (``cache`` in its stats), and the blocks as they are."""
+        tables = self.tables
+        counts = {
+            "blocks": self.num_blocks,
+            "free_blocks": tables.num_free,
+            "cached_blocks": tables.num_cached,
+            "used_blocks": tables.num_used,
+        }
+        return {**tables.stats(), **counts}
+
+    def clear(self) -> None:
+        """Forget everything that no living cache uses."""
+        self.tables.evict_to_watermark(self.num_blocks)
+        self.tables.take_events()
+
+
+class KvdCache(Cache):
+    """One call's keys and values, a block table for each row. Made by ``KvdPool.cache``; used by one thread.
+
+    It grows, is cropped, reordered and repeated as transformers' caches are: rows that were one share their blocks until one of them writes. ``close`` it (or use a ``with``
+    block) when the call is over: its blocks stay in the pool for others as long as there is room.
+    """
+
+    def __init__(self, pool: KvdPool, prompts: list[list[int]], length: int, *, salt: bytes = b"") -> None:
+        self._pool = pool
+        self._num_layers = pool.blocks.num_layers
+        self._rows: list[_Row] = []
+        self._is_permuted = False
+        self._written = [0] * self._num_layers
+        self._computes: set[int] = set()
+        """Layers that have brought keys and values: some models have layers that use another one's."""
+        self._slots = _Slots.empty(pool.blocks.device)
+        self.layers = [_PagedLayer(self, index) for index in range(self._num_layers)]
+        self.layer_class_to_replicate = None
+        self.offloading = False
+        namespace = Namespace(b"transformers", salt)
+        try:
+            for prompt in prompts:
+                self._rows.append(self._begin(namespace, prompt, length - len(prompt)))
+        except BaseException:
+            self.close()
+            raise
+        past = min((row.num_padding + row.table.num_cached_tokens for row in self._rows), default=0)
+        past = past if any(row.num_padding < past for row in self._rows) else 0
+        self._written = [past] * self._num_layers
+        for row in self._rows:
+            self._pool.tables.truncate(row.table, max(0, past - row.num_padding))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_rows"):
+            self.close()
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Positions that the cache began with or has been given since."""
+        return self.get_seq_length()
+
+    def store(self, sequences: torch.Tensor) -> None:
+        """What was generated, prompts included, as ``generate`` returns it: the answers' blocks are found by later prompts that go on from them.
+
+        Nothing to do after beam search, which leaves rows in an order of its own: the prompts' blocks are kept without being told.
+
+        Raises:
+            KvdCacheError: these are not this cache's prompts.
+        """
+        if self._is_permuted or len(sequences) != len(self._rows):
+            return
+        for row, token_ids in zip(self._rows, sequences.tolist(), strict=True):
+            known = pack_tokens(token_ids[row.num_padding :])
+            if known[: len(row.known)] != row.known:
+                raise KvdCacheError("store: a sequence does not begin with its row's prompt")
+            row.known = known
+        self._record()
+
+    def close(self) -> None:
+        """Give the blocks back: the pool keeps what it can find again by its tokens. Twice is no mistake."""
+        if self._rows:
+            self._record()
+        for row in self._rows:
+            self._pool.tables.release(row.table)
+        self._rows = []
+        self._written = [0] * self._num_layers
+        self._pool.tables.take_events()  # nobody writes them to a disk
+
+    # ---------------------------------------------------------------------------------------- what transformers calls
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the keys and values of new positions, ``[batch, num_kv_heads, new, head_dim]``; those of all positions of the layer.
+
+        Raises:
+            PoolFullError: living caches hold every block.
+            KvdCacheError: another shape than the pool's, or another number of rows than the cache's.
+        """
+        self._check(key_states, value_states, layer_idx)
+        start = self._written[layer_idx]
+        end = start + key_states.shape[2]
+        if end > self._slots.end:
+            self._record()
+            self._make_room(end)
+            self._slots = _Slots.of([(row.table.block_ids, row.num_padding) for row in self._rows], end, self._pool.blocks)
+        self._slots.write(self._pool.blocks, layer_idx, start, key_states, value_states)
+        self._written[layer_idx] = end
+        self._computes.add(layer_idx)
+        return self._slots.read(self._pool.blocks, layer_idx, end)
+
+    def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:
+        """Positions of a layer, padding included."""
+        return self._written[layer_idx] if layer_idx < self._num_layers else 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """How many positions the next ``update`` returns, and the first of them. ``query_length``: a number, or the new positions as older releases say it."""
+        num_new = query_length if isinstance(query_length, int) else int(query_length.shape[0])
+        return self.get_seq_length(layer_idx) + num_new, 0
+
+    def get_max_cache_shape(self, *_: Any) -> int:
+        """No limit but the pool's."""
+        return -1
+
+    def crop(self, max_length: int) -> None:
+        """Negative: give up that many of the last positions. Positive: keep at most so many, as older releases have it. 0: nothing."""
+        length = self.get_seq_length()
+        if max_length == 0 or max_length >= length:
+            return
+        self._record()
+        self._set_length(max(0, length + max_length) if max_length < 0 else max_length)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i goes on from row ``beam_idx[i]``. Nothing is copied before somebody writes."""
+        self._is_permuted = True
+        self._select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows, by number or by a mask."""
+        chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self._is_permuted = True
+        self._select(chosen.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row so many times, one after the other."""
+        self._select([index for index in range(len(self._rows)) for _ in range(repeats)])
+
+    def reset(self) -> None:
+        """Forget all positions; the rows stay."""
+        self._record()
+        self._set_length(0)
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+    @property
+    def max_batch_size(self) -> int:
+        return len(self._rows)
+
+    # ---------------------------------------------------------------------------------------------------------- rows
+
+    def _begin(self, namespace: Namespace, prompt: list[int], num_padding: int) -> _Row:
+        tables = self._pool.tables
+        match = tables.match(pack_tokens(prompt), namespace)
+        # one position more than is matched, unless that would promise a full block: what is computed is told when it is there
+        num_tokens = match.num_tokens + (match.partial is None)
+        table = tables.allocate(match, max(1, num_tokens))
+        if table is None:
+            raise self._full()
+        if table.partial is not None:
+            self._copy((table.partial,))
+            tables.end_copy(table)
+        return _Row(table, match.token_ids, num_padding)
+
+    def _set_length(self, length: int) -> None:
+        """The rows hold so many positions, padding included, and know no token of a later one."""
+        for row in self._rows:
+            num_tokens = max(0, length - row.num_padding)
+            if num_tokens < row.table.num_tokens:
+                self._pool.tables.truncate(row.table, num_tokens)
+            row.known = row.known[: num_tokens * TOKEN_BYTES]
+        self._written = [min(length, written) for written in self._written]
+        self._slots = _Slots.empty(self._pool.blocks.device)
+
+    def _select(self, indices: list[int]) -> None:
+        self._record()
+        tables = self._pool.tables
+        rows = [_Row(tables.fork(self._rows[index].table), self._rows[index].known, self._rows[index].num_padding) for index in indices]
+        for row in self._rows:
+            tables.release(row.table)
+        self._rows = rows
+        self._slots = _Slots.empty(self._pool.blocks.device)
+
+    def _record(self) -> None:
+        """What every layer has computed, and whose tokens are known, can be found by others."""
+        length = min((self._written[layer] for layer in self._computes), default=0)
+        for row in self._rows:
+            num_known = min(length - row.num_padding, len(row.known) // TOKEN_BYTES)
+            if num_known > 0:
+                self._pool.tables.record(row.table, row.known, num_known)
+
+    def _make_room(self, end: int) -> None:
+        tables = self._pool.tables
+        for row in self._rows:
+            copies = tables.extend(row.table, end - row.num_padding) if end > row.num_padding else ()
+            if copies is None:
+                raise self._full()
+            self._copy(copies)
+
+    def _copy(self, copies: tuple[CopyOnWrite, ...]) -> None:
+        self._pool.blocks.copy_blocks([copy.source for copy in copies], [copy.target for copy in copies])
+
+    def _check(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
+        blocks = self._pool.blocks
+        if layer_idx >= self._num_layers:
+            raise KvdCacheError(f"layer {layer_idx} of a pool for {self._num_layers} layers")
+        wanted = (blocks.num_kv_heads, blocks.head_dim)
+        for states in (key_states, value_states):
+            if (states.shape[1], states.shape[3]) != wanted or states.dtype != blocks.dtype:
+                raise KvdCacheError(
+                    f"layer {layer_idx} has {states.shape[1]} heads of {states.shape[3]} values in {states.dtype}; "
+                    f"the pool was made for {wanted[0]} of {wanted[1]} in {blocks.dtype}: models whose layers differ are not served"
+                )
+        if not self._rows:
+            raise KvdCacheError("this cache was closed")
+        num_rows = key_states.shape[0]
+        if num_rows > len(self._rows) and num_rows % len(self._rows) == 0:  # beams, or several answers to a prompt
+            self.batch_repeat_interleave(num_rows // len(self._rows))
+        if num_rows != len(self._rows):
+            raise KvdCacheError(f"{num_rows} rows for a cache of {len(self._rows)} prompts")
+
+    def _full(self) -> PoolFullError:
+        stats = self._pool.stats()
+        return PoolFullError(
+            f"{stats['used_blocks']} of {stats['blocks']} blocks are held by living caches: close some, or give the pool more kv_memory"
+        )
+
+
+class _Row:
+    """A sequence: its blocks, the tokens that are known of it, and how much padding stands before it."""
+
+    __slots__ = ("known", "num_padding", "table")
+
+    def __init__(self, table: BlockTable, known: PackedTokens, num_padding: int) -> None:
+        self.table = table
+        self.known = known
+        self.num_padding = num_padding
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """Where positions ``0:end`` of all rows stand: the same for every layer of a forward pass but for the layer's own offset.
+
+    ``places [batch, end]`` are rows of ``KvPool.positions`` for K of layer 0; a padding's is a real one that it reads without meaning, ``is_padding [batch, end]``.
+    """
+
+    end: int
+    places: torch.Tensor
+    is_padding: torch.Tensor | None
+
+    @classmethod
+    def empty(cls, device: torch.device) -> _Slots:
+        return cls(0, torch.zeros((0, 0), dtype=torch.int64, device=device), None)
+
+    @classmethod
+    def of(cls, rows: list[tuple[list[BlockId], int]], end: int, pool: KvPool) -> _Slots:
+        size = pool.block_size_tokens
+        places = np.zeros((len(rows), end), dtype=np.int64)
+        is_padding = np.zeros((len(rows), end), dtype=bool)
+        for index, (block_ids, num_padding) in enumerate(rows):
+            positions = np.arange(max(0, end - num_padding))
+            blocks = np.asarray(block_ids, dtype=np.int64)[positions // size]
+            places[index, num_padding:] = blocks * (pool.num_layers * 2 * size) + positions % size
+            is_padding[index, :num_padding] = True
+        padded = torch.from_numpy(is_padding).to(pool.device) if is_padding.any() else None
+        return cls(end, torch.from_numpy(places).to(pool.device), padded)
+
+    def write(self, pool: KvPool, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """``keys``, ``values [batch, num_kv_heads, new, head_dim]`` of one layer, from position ``start`` on."""
+        end = start + keys.shape[2]
+        places = self.places[:, start:end].reshape(-1) + layer * 2 * pool.block_size_tokens
+        flat = [states.detach().transpose(1, 2).reshape(len(places), -1) for states in (keys, values)]
+        if self.is_padding is not None:
+            real = ~self.is_padding[:, start:end].reshape(-1)
+            places, flat = places[real], [states[real] for states in flat]
+        pool.positions.index_copy_(0, places, flat[0])
+        pool.positions.index_copy_(0, places + pool.block_size_tokens, flat[1])
+
+    def read(self, pool: KvPool, layer: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of positions ``0:end`` of one layer, each ``[batch, num_kv_heads, end, head_dim]``; zero where there is padding."""
+        places = self.places[:, :end]
+        num_rows = len(places)
+        read = []
+        for kv in (0, 1):
+            index = places.reshape(-1) + (layer * 2 + kv) * pool.block_size_tokens
+            states = pool.positions.index_select(0, index).view(num_rows, end, pool.num_kv_heads, pool.head_dim)
+            if self.is_padding is not None:
+                states.masked_fill_(self.is_padding[:, :end, None, None], 0)
+            read.append(states.transpose(1, 2).contiguous())
+        return read[0], read[1]
+
+
+class _PagedLayer(CacheLayerMixin):
+    """A layer of a ``KvdCache``, for those who look at layers: everything is done by the cache."""
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: KvdCache, index: int) -> None:
+        self._of = weakref.ref(cache)  # the cache ends with its last user, not with a collection
+        self._index = index
+
+    @property
+    def _cache(self) -> KvdCache:
+        cache = self._of()
+        assert cache is not None, "a layer is asked for by its cache"
+        return cache
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+    def lazy_initialization(self, *_: Any) -> None:
+        """The pool is there already."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache.update(key_states, value_states, self._index)
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self._cache.get_mask_sizes(query_length, self._index)
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self._cache.get_seq_length(self._index)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+
+def _shape_of(config: Any) -> _Shape:
+    text = config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if getattr(config, "is_encoder_decoder", False) or not kinds <= _ATTENTION:
+        raise KvdCacheError("only decoders whose every layer keeps a key and a value for each position are served")
+    if rope.get("rope_type", rope.get("type")) in _ROPES_OF_LENGTH:
+        raise KvdCacheError("the model's rotary angles depend on how long a sequence becomes: what one prompt computed is not another's")
+    num_heads = text.num_attention_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    return _Shape(text.num_hidden_layers, num_kv_heads, head_dim)
+
+
+def _prompts_of(input_ids: torch.Tensor | Sequence[Sequence[int]], attention_mask: torch.Tensor | None) -> tuple[list[list[int]], int]:
+    """Each row's tokens without its padding, and the length of all with it."""
+    rows = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else [list(row) for row in input_ids]
+    length = len(rows[0]) if rows else 0
+    if attention_mask is None:
+        return rows, length
+    prompts = []
+    for row, mask in zip(rows, attention_mask.tolist(), strict=True):
+        num_padding = mask.count(0)
+        if any(mask[:num_padding]):
+            raise KvdCacheError("padding inside or after a prompt: pad on the left (tokenizer.padding_side = 'left')")
+        prompts.append(row[num_padding:])
+    return prompts, length
