@@ -7,7 +7,7 @@ from collections import Counter
 
 from kvd.scheduler.order import BACKGROUND, level_at
 from kvd.scheduler.ports import Clock
-from kvd.scheduler.request import Sequence
+from kvd.scheduler.request import Request, Sequence
 from kvd.scheduler.tenants import Tenant
 from kvd.types import MIN_PRIORITY
 
@@ -117,6 +117,25 @@ class WaitingQueue:
         if lowest is None:
             lowest = self._last_tenant.counter if self._last_tenant is not None else 0.0
         tenant.counter = max(tenant.counter, lowest)
+
+    def displaced(self, priority: int, num_waiting: int) -> Request | None:
+        """Who gives up its place in a full queue for a new request of this class, of a tenant of which so many wait; None: the new one is the last itself.
+
+        Last is the least urgent class by now, in it the tenant of which most wait, of these the last in the order: else one tenant could keep all others out. Never one
+        that has begun, nor the daemon's own work. O(n), where it is not plain that there is none.
+        """
+        if max(self._num_of_class, default=priority) <= priority and self.num_tenants == (num_waiting > 0):
+            return None
+        last: tuple[int, int] = (priority, num_waiting + 1)
+        found: _Entry | None = None
+        for entry in self._entries.values():
+            request = entry.sequence.request
+            if entry.level is None or request.is_internal or request.has_been_seated:
+                continue
+            key = (entry.level, entry.tenant.num_waiting)
+            if key > last or (found is not None and key == last and entry.order > found.order):
+                last, found = key, entry
+        return None if found is None else found.sequence.request
 
     def push(self, sequence: Sequence) -> None:
         """The sequence waits."""

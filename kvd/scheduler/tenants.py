@@ -62,6 +62,11 @@ class Tenants:
                     del self._tenants[each.name]
                     self._num_idle -= 1
 
+    def num_waiting(self, name: str) -> int:
+        """Sequences of the tenant in the queue."""
+        tenant = self._tenants.get(name)
+        return 0 if tenant is None else tenant.num_waiting
+
     @property
     def num_live(self) -> int:
         """Tenants with a request."""

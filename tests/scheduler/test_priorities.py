@@ -132,19 +132,51 @@ def test_what_was_evicted_meanwhile_is_computed_again_and_counted():
     assert all(isinstance(sim.terminal(each), RequestDone) for each in ids)
 
 
+def test_no_tenant_keeps_the_others_out_of_a_full_queue():
+    sim = make(max_running=1, max_waiting=6)
+    sim.submit(prompt(0), max_tokens=50, tenant="many")
+    sim.round()
+    many = [sim.submit(prompt(1 + number), max_tokens=2, tenant="many") for number in range(7)]
+    assert [sim.code(each) for each in many if sim.terminal(each)] == [ErrorCode.OVERLOADED], "its own last one"
+    few = [sim.submit(prompt(20 + number), max_tokens=2, tenant="few") for number in range(4)]
+    sim.round()
+    assert Counter(sim.code(each) for each in (*many, *few) if sim.terminal(each)) == {"overloaded": 5}
+    assert [sim.terminal(each) is None for each in many[:6]] == [True] * 3 + [False] * 3, "the last of who has most gave way"
+    assert [sim.terminal(each) is None for each in few] == [True] * 3 + [False], "until both had as many"
+    assert all(sim.terminal(each).retry_after_s > 0 for each in many[3:6])
+    sim.finish_all()
+
+
+def test_the_urgent_take_the_places_of_the_others_in_a_full_queue_but_not_of_what_has_begun():
+    sim = make(num_blocks=6, max_running=2, max_waiting=2)
+    runs = [sim.submit(prompt(number, 7), max_tokens=14, priority=5) for number in range(2)]
+    while sim.scheduler.stats()["preemptions"] == 0:
+        sim.round()
+    waits = sim.submit(prompt(9), max_tokens=2, priority=4)
+    urgent = [sim.submit(prompt(10 + number), max_tokens=2, priority=-1) for number in range(3)]
+    sim.round()
+    assert [sim.terminal(each) is None for each in (*runs, waits, *urgent)] == [True, True, False, True, False, False]
+    sim.finish_all()
+    assert [sim.code(each) for each in runs] == ["done"] * 2
+
+
 def test_a_full_queue_answers_with_an_estimate_for_the_class_that_asks():
     sim = make(max_running=1, max_waiting=6)
     for number in range(12):  # one a second
         sim.submit(prompt(number), max_tokens=1)
         sim.clock.now_s += 1.0
         sim.finish_all()
-    for number in range(7):
-        sim.submit(prompt(number), max_tokens=50, priority=0 if number < 3 else 5)
-        sim.round()
-    plain, low = (sim.terminal(sim.submit(prompt(30), max_tokens=1, priority=priority)) for priority in (0, 5))
-    assert plain.code == low.code == ErrorCode.OVERLOADED
-    assert plain.retry_after_s == pytest.approx(0.2, abs=0.05), "a tenth of the two before it, at one a second"
-    assert low.retry_after_s == pytest.approx(0.6, abs=0.05)
+    sim.submit(prompt(0), max_tokens=50)
+    sim.round()
+    plain = [sim.submit(prompt(1 + number), max_tokens=50, queue_timeout_s=0.01 if number == 0 else 0.0) for number in range(3)]
+    for number in range(3):
+        sim.submit(prompt(5 + number), max_tokens=50, priority=5)
+    refused = sim.terminal(sim.submit(prompt(30), max_tokens=1, priority=5))
+    assert refused.code == ErrorCode.OVERLOADED
+    assert refused.retry_after_s == pytest.approx(0.6, abs=0.05), "a tenth of the six before it, at one a second"
+    sim.wait_s(0.01)
+    assert sim.code(plain[0]) == ErrorCode.QUEUE_TIMEOUT
+    assert sim.terminal(plain[0]).retry_after_s == pytest.approx(0.3, abs=0.05), "those of its class"
     sim.finish_all()
 
 
