@@ -55,6 +55,9 @@ def test_every_field_has_its_place():
         "ignore_eos": True,
         "stop_token_ids": [7],
         "cache_salt": "tenant",
+        "priority": -2,
+        "deadline_s": 2.5,
+        "queue_timeout_s": 1.5,
         "stop": ["a", "b"],
     }
     assert chat_options(chat(**asked, seed=7, max_tokens=9)) == {**asked, "seed": 7, "max_tokens": 9}
