@@ -149,6 +149,8 @@ class Daemon:
                 frontend.stop(flush_s + _FRONTEND_STOP_S)
             if self._rehydrating is not None:
                 self._rehydrating.wait(_REHYDRATION_STOP_S)  # left behind if its disk hangs: it goes with the process
+            if self._grammar is not None:
+                self._grammar.close()
             if engine is not None:
                 engine.executor.close(_FRONTEND_STOP_S)
             if storage is not None:

@@ -77,6 +77,7 @@ class GrammarCompiler:
         self._tickets: dict[int, _Job] = {}
         self._last_ticket = 0
         self._num_threads_idle = 0
+        self._is_closed = False
         self.num_compiled = 0
         self.num_refused = 0
         self.num_hits = 0
@@ -109,6 +110,12 @@ class GrammarCompiler:
                 vocabulary = self._load_vocabulary()
                 self._tokenizer = index(vocabulary)
                 self._writer = MaskWriter(vocabulary.num_words, self._num_threads)
+
+    def close(self) -> None:
+        """Threads end, those inside the library as soon as it lets them; nothing is asked of the compiler any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
     # ------------------------------------------------------------------------------------------ the engine's side
 
@@ -215,8 +222,10 @@ class GrammarCompiler:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._queue:
+                while not self._queue and not self._is_closed:
                     self._changed.wait()
+                if self._is_closed:
+                    return
                 job = self._queue.popleft()
                 self._num_threads_idle -= 1
                 self._running.append(job)

@@ -226,3 +226,23 @@ def test_many_at_once_from_a_cold_start(number: int) -> None:
     stats = bench.compiler.stats()
     assert stats["waiting"] == stats["late"] == 0
     assert stats["kept"] == 3
+
+
+def test_closed_its_threads_end() -> None:
+    bench = Bench()
+    bench.compiled("a")
+    gate = bench.hold("slow")
+    bench.begin("slow")
+    until(lambda: "slow" in bench.begun)
+    threads = [thread for thread in threading.enumerate() if thread.name == "kvd-grammar" and is_of(thread, bench.compiler)]
+    assert len(threads) == 1
+    bench.compiler.close()
+    gate.set()
+    threads[0].join(30)
+    assert not threads[0].is_alive()
+    unused = Bench()
+    unused.compiler.close()
+
+
+def is_of(thread: threading.Thread, compiler: GrammarCompiler) -> bool:
+    return getattr(thread._target, "__self__", None) is compiler
