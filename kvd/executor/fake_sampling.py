@@ -84,12 +84,10 @@ class Distribution:
         return self.token_ids[min(place, len(probabilities) - 1)]
 
 
-def greedy(digest: bytes, banned: frozenset[int] = frozenset()) -> int:
-    """The most likely token that is not banned, without the rest of the distribution."""
+def greedy(digest: bytes) -> int:
+    """The most likely token, without the rest of the distribution."""
     drawn = _drawn(digest)
-    if not banned:
-        return EOS_TOKEN_ID if drawn % _EOS_PERIOD == 0 else _LETTERS[drawn // _EOS_PERIOD % len(_LETTERS)]
-    return next(token_id for token_id in _ranking(digest) if token_id not in banned)
+    return EOS_TOKEN_ID if drawn % _EOS_PERIOD == 0 else _LETTERS[drawn // _EOS_PERIOD % len(_LETTERS)]
 
 
 def distribution(digest: bytes) -> Distribution:

@@ -25,12 +25,17 @@ RETRY_AFTER_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message for one peer. ``request_id`` and ``num_tokens`` say whose credit it uses; a terminal message outlives its request."""
+    """A message for one peer. ``request_id`` names the request of whose answer it is a part, and whose credit ``num_tokens`` use; a terminal message outlives its request."""
 
     peer: bytes
     frames: list[bytes]
     request_id: bytes = b""
     num_tokens: int = 0
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it gives way to terminal messages where too much waits; its request fails then."""
+        return bool(self.request_id)
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +64,7 @@ class Edge:
     num_text_bytes: int = 0
 
     def send(self, peer: bytes, message: Message, *bodies: bytes, request_id: bytes = b"", num_tokens: int = 0) -> None:
-        """Queue a message."""
+        """Queue a message; one with a ``request_id`` is a part of that request's answer."""
         self.outgoing.append(Outgoing(peer, encode(message, *bodies), request_id, num_tokens))
 
     def send_failed(self, peer: bytes, error: RequestError, *, request_id: bytes = b"", op_id: bytes = b"") -> None:

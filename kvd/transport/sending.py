@@ -33,20 +33,20 @@ class _Backlog:
     def append(self, out: Outgoing) -> None:
         self.waiting.append(out)
         self.num_bytes += out.num_bytes
-        self.num_stream_messages += out.num_tokens > 0
+        self.num_stream_messages += out.is_stream
 
     def popleft(self) -> Outgoing:
         out = self.waiting.popleft()
         self.num_bytes -= out.num_bytes
-        self.num_stream_messages -= out.num_tokens > 0
+        self.num_stream_messages -= out.is_stream
         return out
 
     def drop_stream_messages(self) -> int:
-        """Keep only what carries no tokens; how many messages were dropped."""
+        """Keep only what is no part of an answer; how many messages were dropped."""
         num_dropped = self.num_stream_messages
         if num_dropped:
-            self.cut_ids.update(each.request_id for each in self.waiting if each.num_tokens)
-            self.waiting = deque(each for each in self.waiting if not each.num_tokens)
+            self.cut_ids.update(each.request_id for each in self.waiting if each.is_stream)
+            self.waiting = deque(each for each in self.waiting if not each.is_stream)
             self.num_bytes = sum(each.num_bytes for each in self.waiting)
             self.num_stream_messages = 0
         return num_dropped
@@ -158,7 +158,7 @@ class Sender:
             self._overflow(out.peer, backlog, out)
         while self._total_bytes + out.num_bytes > self._max_total_bytes and self._make_room(out):
             pass
-        is_cut = out.num_tokens and out.request_id in backlog.cut_ids
+        is_cut = out.is_stream and out.request_id in backlog.cut_ids
         is_over = backlog.num_bytes + out.num_bytes > 2 * limit or self._total_bytes + out.num_bytes > self._max_total_bytes
         if is_cut or is_over:
             self._on_dropped(1)
@@ -172,7 +172,7 @@ class Sender:
         self._on_dropped(backlog.drop_stream_messages())
         self._total_bytes -= before - backlog.num_bytes
         self._on_overflow(peer)
-        if out.peer == peer and out.num_tokens:
+        if out.peer == peer and out.is_stream:
             backlog.cut_ids.add(out.request_id)
 
     def _make_room(self, out: Outgoing) -> bool:

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from kvd.executor.fake_sampling import EOS_TOKEN_ID, VOCAB_SIZE, distribution, greedy, noise
+from kvd.executor.fake_sampling import EOS_TOKEN_ID, VOCAB_SIZE, NothingLeftError, distribution, greedy, noise
 
 
 def digest(number):
@@ -58,7 +58,8 @@ def test_what_is_taken_out_leaves_a_distribution_of_the_rest():
     rest = said.adjusted(lambda token_id, logprob: -math.inf if token_id in banned else logprob)
     assert rest.token_ids == said.token_ids[20:]
     assert math.isclose(math.fsum(map(math.exp, rest.logprobs)), 1.0)
-    assert greedy(digest(2), banned) == rest.greedy
+    with pytest.raises(NothingLeftError):
+        said.adjusted(lambda _token_id, _logprob: -math.inf)
     likely = said.token_ids[200]
     biased = said.adjusted(lambda token_id, logprob: logprob + 200.0 * (token_id == likely))
     assert biased.greedy == likely
