@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from kvd_client.errors import BadRequest, ClientClosed, PromptTooLong, Timeout
@@ -200,3 +201,17 @@ print(engine.generate("a", max_tokens=3)[0].usage.completion_tokens, flush=True)
 def test_a_program_that_closes_nothing_just_ends(end):
     done = subprocess.run([sys.executable, "-c", PROGRAM.format(end=end)], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "embedded.py"
+
+
+def test_the_example_runs_and_is_warm_the_second_time(tmp_path):
+    environment = {**os.environ, "KVD_EXAMPLE_EXECUTOR": "fake"}
+    command = [sys.executable, str(EXAMPLE), str(tmp_path / "state")]
+    for is_first in (True, False):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+        assert (done.returncode, done.stderr) == (0, "")
+        lines = done.stdout.splitlines()
+        assert [line.split("?")[0] for line in lines] == ["When does it open", "When does it close", "On which day is it closed"]
+        assert is_first or all(int(line.rpartition("[")[2].split()[0]) > 100 for line in lines)
