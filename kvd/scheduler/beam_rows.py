@@ -14,28 +14,9 @@ from kvd.cache.manager import CacheManager
 from kvd.scheduler.beams import BeamRule, Finished
 from kvd.scheduler.ending import Endings
 from kvd.scheduler.held import HeldChoice
-from kvd.scheduler.request import Leaving, Request, Sequence
+from kvd.scheduler.request import Beams, Leaving, Request, Sequence
 from kvd.scheduler.roster import Roster
 from kvd.types import TOKEN_BYTES, SamplingParams, TokenLogprobs
-
-
-class Beams:
-    """The search of one request.
-
-    Attributes:
-        rule: what is open and what has ended.
-        sequences: by the rule's places: first the prompt's one, then one for each open hypothesis.
-        answers: those that have computed their last token: their most likely next ones.
-        num_begun: sequences so far, which numbers them.
-    """
-
-    __slots__ = ("answers", "num_begun", "rule", "sequences")
-
-    def __init__(self, rule: BeamRule, prompt: Sequence) -> None:
-        self.rule = rule
-        self.sequences = [prompt]
-        self.answers: dict[Sequence, tuple[tuple[int, float], ...]] = {}
-        self.num_begun = 1
 
 
 def begin_search(request: Request) -> None:

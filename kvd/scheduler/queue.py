@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 
+from kvd.scheduler.account import Tenant
 from kvd.scheduler.order import BACKGROUND, level_at
 from kvd.scheduler.ports import Clock
 from kvd.scheduler.request import Request, Sequence
-from kvd.scheduler.tenants import Tenant
 from kvd.types import MIN_PRIORITY
 
 _MIN_STALE = 64

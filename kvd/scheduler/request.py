@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -11,14 +10,12 @@ from kvd.cache.events import BlockOrigin
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import BlockTable
 from kvd.commands import Submit
+from kvd.scheduler.account import Tenant
+from kvd.scheduler.beams import BeamRule
 from kvd.scheduler.drafter import Drafter
 from kvd.scheduler.held import HeldChoices
 from kvd.scheduler.ports import CompiledConstraint, ConstraintState
-from kvd.scheduler.tenants import Tenant
 from kvd.types import TOKEN_BYTES, SamplingParams, Speculation
-
-if TYPE_CHECKING:
-    from kvd.scheduler.beam_rows import Beams
 
 
 class Leaving(Enum):
@@ -253,3 +250,22 @@ class Sequence:
         self.num_computed = 0
         self.num_blocks_sent = 0
         self.has_asked_disk = False
+
+
+class Beams:
+    """The search of one request.
+
+    Attributes:
+        rule: what is open and what has ended.
+        sequences: by the rule's places: first the prompt's one, then one for each open hypothesis.
+        answers: those that have computed their last token: their most likely next ones.
+        num_begun: sequences so far, which numbers them.
+    """
+
+    __slots__ = ("answers", "num_begun", "rule", "sequences")
+
+    def __init__(self, rule: BeamRule, prompt: Sequence) -> None:
+        self.rule = rule
+        self.sequences = [prompt]
+        self.answers: dict[Sequence, tuple[tuple[int, float], ...]] = {}
+        self.num_begun = 1

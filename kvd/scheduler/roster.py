@@ -11,11 +11,12 @@ from collections.abc import Iterable
 
 from kvd.cache.manager import BlockTable, CacheManager, Node, Retention
 from kvd.config import SchedulerConfig
+from kvd.scheduler.account import Tenant
 from kvd.scheduler.ports import Clock
 from kvd.scheduler.queue import WaitingQueue
 from kvd.scheduler.request import Leaving, Request, Sequence
 from kvd.scheduler.shared_runs import RunTree
-from kvd.scheduler.tenants import Tenant, Tenants
+from kvd.scheduler.tenants import Tenants
 from kvd.step import SharedRuns
 
 

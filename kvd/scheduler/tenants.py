@@ -10,27 +10,11 @@ Output tokens are booked when somebody asks for the counters, and at a sequence'
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvd.scheduler.request import Sequence
+from kvd.scheduler.account import Tenant
+from kvd.scheduler.request import Sequence
 
 _MAX_IDLE = 1024
-
-
-class Tenant:
-    """One tenant's account. Compared by identity."""
-
-    __slots__ = ("counter", "name", "num_live", "num_waiting")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.counter = 0.0
-        """Service so far, in prompt tokens, lifted as said above."""
-        self.num_waiting = 0
-        """Sequences in the queue."""
-        self.num_live = 0
-        """Requests that are not over."""
 
 
 class Tenants:
