@@ -113,7 +113,7 @@ class GrammarConfig:
 class SpeculativeConfig:
     """Tokens proposed before the model computes them, and verified in one pass."""
 
-    mode: str = key(
+    speculation: str = key(
         "auto",
         "How requests draft that don't say: `auto` (what followed the last tokens before, or else the draft model, wherever that is thought to pay), `ngram`, `draft` (one of these alone), `off`",
     )

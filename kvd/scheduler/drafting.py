@@ -28,6 +28,8 @@ _INDEX_TOKENS_PER_STEP = 1024
 """So many tokens of all prompts together enter the indices in a step: engine time that nobody should feel."""
 _LEAST_GAIN = 1.05
 """How much more a step with drafts must bring, where the sequence has to leave its place a step ahead for it."""
+_LEAST_EXPECTED = 0.1
+"""Tokens; of a draft that is thought to bring fewer nobody asks what it costs."""
 _IDLE_STEPS = 4
 """After so many steps without a draft that pays a sequence goes a step ahead again."""
 _MOST_PAUSE_TOKENS = 512
@@ -86,7 +88,7 @@ class Drafting:
     def enrol(self, request: Request) -> None:
         """A request is accepted: settle how it drafts."""
         command = request.command
-        wish = command.speculation or Speculation(self._config.mode)
+        wish = command.speculation or Speculation(self._config.speculation)
         if request.is_internal or command.beam is not None:
             wish = Speculation("off")
         request.speculation = wish
@@ -205,8 +207,9 @@ class Drafting:
         index = drafter.index
         if most and index is not None and index.length and len(index) == sequence.num_known:
             expected = drafter.lookup.expected(index.length, most)
-            num_tokens = self._most_by_time(Kind.LOOKUP, expected)
-            best = self._if_it_pays(Draft(Kind.LOOKUP, num_tokens, expected[num_tokens], tuple(index.propose(num_tokens))), least_gain)
+            if expected[most] > _LEAST_EXPECTED:
+                num_tokens = self._most_by_time(Kind.LOOKUP, expected)
+                best = self._if_it_pays(Draft(Kind.LOOKUP, num_tokens, expected[num_tokens], tuple(index.propose(num_tokens))), least_gain)
         if best is None and most and drafter.model is not None and sequence.num_known >= drafter.pause_until:
             expected = drafter.model.expected(most)
             num_tokens = self._most_by_time(Kind.MODEL, expected)

@@ -91,6 +91,10 @@ _BY_NAME: Mapping[str, Rule] = MappingProxyType(
         "max_pinned_fraction": _between(0, 1),
         "max_inter_token_ms": _at_least(0),
         "max_loading_fraction": _between(0, 1),
+        "speculation": _one_of("auto", "ngram", "draft", "off"),
+        "num_draft": _between(1, 32),
+        "ngram_min": _between(1, 64),
+        "ngram_max": _between(1, 64),
         "max_adapter_rank": _between(1, 1024),
         "max_steps_in_flight": _between(0, 2),
         "drain_timeout_s": _at_least(0),
@@ -133,6 +137,12 @@ def conflicts(config: DaemonConfig) -> list[Conflict]:
         found.append(Conflict(("wal_max_bytes", "wal_segment_bytes"), "the WAL has at least two segments"))
     if config.speculative.draft_model and config.model.executor == "fake":
         found.append(Conflict(("draft_model", "executor"), "the executor `fake` runs no model, and drafts by itself"))
+    if config.speculative.ngram_max < config.speculative.ngram_min:
+        found.append(Conflict(("ngram_max", "ngram_min"), "the most tokens of a match are at least the fewest"))
+    if config.speculative.speculation == "draft" and not config.speculative.draft_model:
+        found.append(
+            Conflict(("speculation", "draft_model"), "speculation `draft` needs a draft model; `auto` or `ngram` propose without one")
+        )
     transport = config.transport
     if bool(transport.curve_key_file) != bool(transport.curve_clients_file):
         missing, given = ("curve_clients_file", "curve_key_file") if transport.curve_key_file else ("curve_key_file", "curve_clients_file")

@@ -343,6 +343,14 @@ def test_the_best_of_several_and_beams_under_vllms_names():
         chat_options(chat(use_beam_search=True, early_stopping="soon"))
 
 
+def test_speculation_is_a_mode_or_the_protocols_map():
+    assert chat_options(chat(speculation="off")) == {"speculation": "off"}
+    assert chat_options(chat(speculation={"mode": "ngram", "num_draft": 3})) == {"speculation": "ngram", "num_draft": 3}
+    assert chat_options(chat(speculation={"acceptance": "rejection"})) == {"speculation": "auto", "draft_acceptance": "rejection"}
+    with pytest.raises(ApiError, match="num_drafts"):
+        chat(speculation={"num_drafts": 3})
+
+
 def test_log_probabilities_of_a_completion():
     answer = json.loads(CompletionForm(TEXTS, logprobs=True, num_choices=1).whole(HEAD, [done(), done()]))
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]

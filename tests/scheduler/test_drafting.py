@@ -11,7 +11,7 @@ from kvd.commands import Submit
 from kvd.config import SpeculativeConfig
 from kvd.types import BeamSearch, Constraint, SamplingParams, Speculation, pack_tokens
 
-CONFIG = SpeculativeConfig(mode="auto", num_draft=4, ngram_min=2, ngram_max=6)
+CONFIG = SpeculativeConfig(speculation="auto", num_draft=4, ngram_min=2, ngram_max=6)
 
 
 class Timed(Simulation):
@@ -55,7 +55,7 @@ PROMPT = [0, 1, 1, 0, 1, 0, 0, 1] * 2
 
 def test_what_is_said_is_the_same_and_takes_fewer_steps_where_drafts_are_right():
     def run(mode, **options):
-        sim = Timed(speculative=SpeculativeConfig(mode=mode, num_draft=4, ngram_min=2, ngram_max=6), vocab=1, **options)
+        sim = Timed(speculative=SpeculativeConfig(speculation=mode, num_draft=4, ngram_min=2, ngram_max=6), vocab=1, **options)
         request_id = sim.submit([0] * 10, max_tokens=60)
         sim.run()
         return sim, sim.terminal(request_id).usage
@@ -177,7 +177,7 @@ def test_a_sequence_that_stops_drafting_goes_a_step_ahead_again():
 
 
 def test_a_draft_model_that_did_not_pay_is_asked_again_but_rarely():
-    sim = Timed(seconds_of=lambda positions: 0.4 + 0.6 * positions, has_draft_model=True, speculative=SpeculativeConfig(mode="draft"))
+    sim = Timed(seconds_of=lambda positions: 0.4 + 0.6 * positions, has_draft_model=True, speculative=SpeculativeConfig(speculation="draft"))
     sim.submit(PROMPT, max_tokens=180)
     sim.run()
     drafting = [at for at, step in enumerate(sim.steps) if step.continued.num_draft]

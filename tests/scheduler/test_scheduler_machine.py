@@ -48,7 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens_per_step=budget,
             disk=loading is not None,
             max_loading_fraction=loading or 0.0,
-            speculative=SpeculativeConfig(mode=mode, num_draft=4, ngram_min=2, ngram_max=4),
+            speculative=SpeculativeConfig(speculation=mode, num_draft=4, ngram_min=2, ngram_max=4),
             has_draft_model=mode in ("auto", "draft"),
         )
 
@@ -168,7 +168,7 @@ def soak(seed, num_operations):
         max_tokens_per_step=draw.choice([3, 7, 30]),
         max_running=draw.choice([3, 6, 10]),
         disk=draw.random() < 0.7,
-        speculative=SpeculativeConfig(mode=draw.choice(["off", "auto", "ngram"]), num_draft=draw.randint(1, 6), ngram_min=2),
+        speculative=SpeculativeConfig(speculation=draw.choice(["off", "auto", "ngram"]), num_draft=draw.randint(1, 6), ngram_min=2),
         has_draft_model=draw.random() < 0.5,
     )
     for _ in range(num_operations):
