@@ -261,5 +261,5 @@ def test_matrices_that_do_not_fit_the_product_are_refused():
         (0, "qkv", module.Matrix("bf16", 4, 48), [(0, 0, up)]),
         (0, "qkv", down, [(0, 0, module.Matrix("bf16", 64, 4))]),
     ):
-        with pytest.raises(ValueError, match="adapter of a layer|down:|up:|no such product"):
+        with pytest.raises(ValueError, match=r"adapter of a layer|down:|up:|no such product"):
             adapter.set(decoder, layer, part, a, b)
