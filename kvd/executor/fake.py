@@ -281,8 +281,8 @@ class FakeRunner:
                 continue
             state.rules.begin_step(masks.get(row, ()), len(state.token_ids))
             if state.drafted:
-                self._verify(row, state, output, logprobs)
-                if state.failed:
+                if not self._verify(row, state, output, logprobs):
+                    state.failed = True
                     stuck.append(row)
                 continue
             digest = self._context_digest(state)
@@ -319,17 +319,17 @@ class FakeRunner:
         ]
         return PromptLogprobs(row, first + 1, tuple(entries))
 
-    def _verify(self, row: int, state: _Row, output: ExecutorOutput, logprobs: list[TokenLogprobs | None]) -> None:
-        """Sample after the last known token and after each drafted one that stays. What stands behind these was computed all the same, and is in the pool."""
+    def _verify(self, row: int, state: _Row, output: ExecutorOutput, logprobs: list[TokenLogprobs | None]) -> bool:
+        """Sample after the last known token and after each drafted one that stays. What stands behind these was computed all the same, and is in the pool.
+
+        False: the rules leave nothing to sample after the last known token.
+        """
         num_known = len(state.token_ids)
         drafted = list(state.drafted)
         for nth in range(len(drafted) + 1):
             try:
                 token_id, logprob = self._verified(state, drafted, nth)
             except NothingLeftError:
-                if nth == 0:
-                    state.failed = True
-                    state.token_ids.append(0)
                 break
             output.rows.append(row)
             output.choices.append(state.choice)
@@ -346,6 +346,7 @@ class FakeRunner:
             state.token_ids, state.failed = kept, is_failed
         state.num_computed = len(state.token_ids) - 1
         state.drafted = []
+        return len(state.token_ids) > num_known
 
     def _verified(self, state: _Row, drafted: list[int], nth: int) -> tuple[int, TokenLogprobs | None]:
         """The token at the place of the ``nth`` drafted one, if that is its own place, and its log-probability if the row asks. The draft model's proposal is made here, too."""
