@@ -1,4 +1,4 @@
-"""The equality matrix on SmolLM2 in float32, drafting for itself: a covering diagonal for every change, every cell with the full tests."""
+"""The equality matrix on SmolLM2 in float32, drafting for itself: two cells of the diagonal for every change, every cell with the full tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 pytestmark = [pytest.mark.torch, pytest.mark.model]
 
-from matrix_world import GREEDY, Job, Pair, Tally, all_cells, covering_cells  # noqa: E402
+from matrix_world import GREEDY, Job, Pair, Tally, all_cells  # noqa: E402
 
 from kvd.executor.kernels.cpu import native  # noqa: E402
 from kvd.text.model import load_text_model  # noqa: E402
@@ -43,7 +43,7 @@ def tally(smollm2, tmp_path_factory):
     made.close()
 
 
-DIAGONAL = [cell for cell in covering_cells() if cell[1] != "plain" and cell[2] != "alone"][:2]
+DIAGONAL = [("restored", "draft", "batch", "chunked"), ("hit", "ngram", "preempted", "chunked")]
 
 
 @pytest.mark.parametrize(
