@@ -49,6 +49,8 @@ def test_the_examples_run(tmp_path: Path) -> None:
         structured = run_example(daemon, "structured.py")
         assert re.search(r"^mood: (glad|sad|angry)\ndate: \d{4}-\d{2}-\d{2}\nperson: {'name'", structured)
         assert "objekt" in structured
+        waited = run_example(daemon, "deadlines.py").splitlines()
+        assert sorted(line.split(",")[0] for line in waited) == [*(f"summary {number}" for number in range(6)), "the question"]
         chat = run_example(daemon, "chat_stream.py", stdin="hello\nand again\n")
         assert chat.count("> ") >= 3
 
