@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from kvd.bench import prompts
+from kvd.bench.asking import Setting
 from kvd.bench.launching import Launched
 from kvd.bench.measuring import Ask, Measured, Server
-from kvd.bench.scenarios import Setting
 
 
 async def restart(server: Server, setting: Setting, launched: Launched, *, settle_s: float) -> Measured:

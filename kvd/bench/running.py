@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from kvd.bench.asking import Setting
 from kvd.bench.build import build
 from kvd.bench.launching import Launched
 from kvd.bench.machine import Watch, resident_bytes
@@ -18,7 +19,7 @@ from kvd.bench.plan import Point
 from kvd.bench.prompts import seed_of
 from kvd.bench.restart import restart
 from kvd.bench.results import Place, Result
-from kvd.bench.scenarios import SCENARIOS, Setting, measure_sizing, warm_up
+from kvd.bench.scenarios import SCENARIOS, measure_sizing, warm_up
 from kvd.bench.trace import replay
 
 _POLL_S = 0.1

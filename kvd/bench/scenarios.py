@@ -3,49 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 
 from kvd.bench import prompts
+from kvd.bench.asking import Setting, coldest, gaps, hit_rate, median, short_warnings, together, ttfts, warm_warnings
 from kvd.bench.measuring import Answer, Ask, BenchError, Measured, Server
-from kvd.bench.plan import Point
 from kvd.bench.prompts import Sizing
-from kvd.bench.ratios import percentile
 
 _LONG_OUTPUT_TOKENS = 16
 _QUESTION_SENTENCES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Where a measurement stands: the point, a seed that no other measurement of the plan has, and how long sentences are."""
-
-    point: Point
-    seed: str
-    sizing: Sizing
-
-    def system(self, name: str | int = 0) -> str:
-        """A system prompt of the point's length that only this measurement has."""
-        return prompts.rules(f"{self.seed}/{name}", self.sizing.sentences(self.point.prompt_tokens))
-
-
-async def together(server: Server, asks: Sequence[Ask], width: int) -> tuple[list[Answer], float]:
-    """All requests in order, ``width`` at a time; the answers, and the seconds from the first request to the last answer."""
-    gate = asyncio.Semaphore(width)
-
-    async def one(ask: Ask) -> Answer:
-        async with gate:
-            return await server.ask(ask)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(ask)) for ask in asks]
-    except* BenchError as errors:
-        raise errors.exceptions[0] from None
-    answers = [task.result() for task in tasks]
-    return answers, max(each.ended_s for each in answers) - min(each.asked_s for each in answers)
 
 
 async def prefill(server: Server, setting: Setting) -> Measured:
@@ -56,18 +23,27 @@ async def prefill(server: Server, setting: Setting) -> Measured:
     ]
     if point.concurrency == 1:  # one after another: the rates of single prompts, of which the median is a figure
         answers = [await server.ask(ask) for ask in asks]
-        rate = statistics.median(each.prompt_tokens / (each.ended_s - each.asked_s) for each in answers)
+        rate = median(each.prompt_tokens / (each.ended_s - each.asked_s) for each in answers)
     else:
         answers, wall_s = await together(server, asks, point.concurrency)
         rate = sum(each.prompt_tokens for each in answers) / wall_s
-    metrics = {"prefill_tokens_per_s": rate, "ttft_s": _median(each.ttft_s for each in answers)}
+    metrics = {"prefill_tokens_per_s": rate, "ttft_s": median(each.ttft_s for each in answers)}
     return Measured(metrics, answers, warm_warnings(answers) + short_warnings(asks, answers))
 
 
 async def decode(server: Server, setting: Setting) -> Measured:
     """Tokens a second in the time after the last stream's first and before the first stream's last token."""
+    return await _decode(server, setting, prompts.story)
+
+
+async def repeat(server: Server, setting: Setting) -> Measured:
+    """As ``decode``, of answers that repeat their prompts: what is proposed ahead by looking it up is right there, if anywhere."""
+    return await _decode(server, setting, prompts.repetition)
+
+
+async def _decode(server: Server, setting: Setting, prompt: Callable[[str], str]) -> Measured:
     point = setting.point
-    asks = [Ask(prompts.alone(prompts.story(f"{setting.seed}/{number}")), point.output_tokens) for number in range(point.requests)]
+    asks = [Ask(prompts.alone(prompt(f"{setting.seed}/{number}")), point.output_tokens) for number in range(point.requests)]
     answers, _ = await together(server, asks, point.concurrency)
     if not all(each.arrivals for each in answers):
         raise BenchError("an answer came without any text: there is no moment in which all streams ran")
@@ -75,7 +51,7 @@ async def decode(server: Server, setting: Setting) -> Measured:
     if end_s <= begin_s:
         raise BenchError("no moment in which all streams ran: the answers are too short, or the target serves fewer requests at once")
     rate = sum(each.tokens_within(begin_s, end_s) for each in answers) / (end_s - begin_s)
-    return Measured({"decode_tokens_per_s": rate, **_gaps(answers)}, answers, short_warnings(asks, answers))
+    return Measured({"decode_tokens_per_s": rate, **gaps(answers)}, answers, short_warnings(asks, answers))
 
 
 async def shared_prefix(server: Server, setting: Setting) -> Measured:
@@ -91,9 +67,9 @@ async def shared_prefix(server: Server, setting: Setting) -> Measured:
     return Measured(
         {
             "output_tokens_per_s": sum(each.completion_tokens for each in answers) / wall_s,
-            **_ttfts(answers),
-            **(_gaps(answers) if point.n == 1 else {}),
-            **_hit_rate(answers),
+            **ttfts(answers),
+            **(gaps(answers) if point.n == 1 else {}),
+            **hit_rate(answers),
         },
         answers,
         ([] if point.primed else warm_warnings([coldest(answers)])) + short_warnings(asks, answers),
@@ -107,8 +83,8 @@ async def prefix_hit(server: Server, setting: Setting) -> Measured:
         Ask(prompts.chat(system, prompts.question(f"{setting.seed}/{number}", 1)), point.output_tokens) for number in range(point.requests)
     ]
     answers = [await server.ask(ask) for ask in asks]
-    metrics = {"cold_ttft_s": answers[0].ttft_s, "hit_ttft_s": _median(each.ttft_s for each in answers[1:])}
-    return Measured(metrics | _hit_rate(answers[1:]), answers, warm_warnings(answers[:1]) + short_warnings(asks, answers))
+    metrics = {"cold_ttft_s": answers[0].ttft_s, "hit_ttft_s": median(each.ttft_s for each in answers[1:])}
+    return Measured(metrics | hit_rate(answers[1:]), answers, warm_warnings(answers[:1]) + short_warnings(asks, answers))
 
 
 async def mixed(server: Server, setting: Setting) -> Measured:
@@ -123,13 +99,13 @@ async def mixed(server: Server, setting: Setting) -> Measured:
     ]
     answers, wall_s = await together(server, asks, point.concurrency)
     short, long = ([each for each, is_one in zip(answers, is_long, strict=True) if is_one is wanted] for wanted in (False, True))
-    long_ttft = {"long_ttft_s": _median(each.ttft_s for each in long)} if long else {}
+    long_ttft = {"long_ttft_s": median(each.ttft_s for each in long)} if long else {}
     return Measured(
         {
             "output_tokens_per_s": sum(each.completion_tokens for each in answers) / wall_s,
-            **_ttfts(short),
+            **ttfts(short),
             **long_ttft,
-            **_gaps(short),
+            **gaps(short),
         },
         answers,
         warm_warnings(long) + short_warnings(asks, answers),
@@ -162,10 +138,10 @@ async def multi_turn(server: Server, setting: Setting) -> Measured:
     later = [each for turn in by_turn[1:] for each in turn]
     metrics = {
         "output_tokens_per_s": sum(each.completion_tokens for each in answers) / wall_s,
-        "cold_ttft_s": _median(each.ttft_s for each in by_turn[0]),
+        "cold_ttft_s": median(each.ttft_s for each in by_turn[0]),
     }
     if later:
-        metrics |= {"second_turn_ttft_s": _median(each.ttft_s for each in by_turn[1]), **_hit_rate(later)}
+        metrics |= {"second_turn_ttft_s": median(each.ttft_s for each in by_turn[1]), **hit_rate(later)}
     return Measured(metrics, answers, warm_warnings(by_turn[0]) + short_warnings(asks, answers))
 
 
@@ -175,6 +151,7 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
     {
         "prefill": prefill,
         "decode": decode,
+        "repeat": repeat,
         "shared-prefix": shared_prefix,
         "prefix-hit": prefix_hit,
         "mixed": mixed,
@@ -201,41 +178,3 @@ async def measure_sizing(server: Server) -> Sizing:
     if slope <= 0:
         raise BenchError(f"the target counts {counts[1]} tokens for a prompt of {many} sentences and {counts[0]} for one of {few}")
     return Sizing(counts[0] - few * slope, slope)
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(list(values))
-
-
-def _ttfts(answers: Sequence[Answer]) -> dict[str, float]:
-    times = [each.ttft_s for each in answers]
-    return {"ttft_s": statistics.median(times), "ttft_p99_s": percentile(times, 99)}
-
-
-def _gaps(answers: Sequence[Answer]) -> dict[str, float]:
-    gaps = [gap for each in answers for gap in each.gaps_s]
-    return {"gap_p50_s": statistics.median(gaps), "gap_p99_s": percentile(gaps, 99)} if gaps else {}
-
-
-def _hit_rate(answers: Sequence[Answer]) -> dict[str, float]:
-    """Cached over all prompt tokens; nothing where the target doesn't tell."""
-    known = [each for each in answers if each.cached_tokens is not None]
-    asked = sum(each.prompt_tokens for each in known)
-    return {"hit_rate": sum(each.cached_tokens or 0 for each in known) / asked} if asked else {}
-
-
-def coldest(answers: Sequence[Answer]) -> Answer:
-    """Of requests on a prefix that nobody had seen: the one that had to compute it, whichever came first."""
-    return min(answers, key=lambda each: each.cached_tokens or 0)
-
-
-def warm_warnings(answers: Sequence[Answer]) -> list[str]:
-    """A prompt that was meant to be new and was not: of 64 tokens the template may account."""
-    worst = max((each.cached_tokens or 0 for each in answers), default=0)
-    return [f"{worst} tokens of a prompt that should be new were cached: give another --seed"] if worst > 64 else []
-
-
-def short_warnings(asks: Sequence[Ask], answers: Sequence[Answer]) -> list[str]:
-    """Answers that ended early: their rates are of less work than was asked for. All asks have the same length where they are in another order than the answers."""
-    short = sum(answer.completion_tokens < ask.max_tokens * ask.n for ask, answer in zip(asks, answers, strict=True))
-    return [f"{short} of {len(answers)} answers were shorter than asked: the target ignores ignore_eos"] if short else []

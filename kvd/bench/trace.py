@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.bench import prompts
+from kvd.bench.asking import Setting, coldest, short_warnings, warm_warnings
 from kvd.bench.measuring import Answer, Ask, BenchError, Measured, Server
 from kvd.bench.ratios import percentile
-from kvd.bench.scenarios import Setting, coldest, short_warnings, warm_warnings
 
 BLOCK_TOKENS = 512
 

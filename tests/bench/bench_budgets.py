@@ -29,6 +29,7 @@ from neighbour import busy_neighbour, processor_s
 from peak_memory import PeakMemory
 from timed_serve import read_gaps
 
+from kvd.bench.asking import Setting
 from kvd.bench.build import commit
 from kvd.bench.kvd_server import KvdServer
 from kvd.bench.launching import Launched
@@ -36,7 +37,7 @@ from kvd.bench.machine import machine
 from kvd.bench.plan import Point
 from kvd.bench.prompts import Sizing
 from kvd.bench.ratios import median_ratio, percentile
-from kvd.bench.scenarios import Setting, decode, measure_sizing, prefill, warm_up
+from kvd.bench.scenarios import decode, measure_sizing, prefill, warm_up
 
 STREAMS = (1, 8)
 GAP_STREAMS = (1, 16)

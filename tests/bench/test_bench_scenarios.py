@@ -11,10 +11,11 @@ import pytest
 from scripted_server import ScriptedServer
 
 from kvd.bench import prompts
+from kvd.bench.asking import Setting
 from kvd.bench.measuring import BenchError
 from kvd.bench.plan import HEADLINE, METRICS, Point, expand
 from kvd.bench.prompts import Sizing
-from kvd.bench.scenarios import SCENARIOS, Setting, measure_sizing
+from kvd.bench.scenarios import SCENARIOS, measure_sizing
 from kvd.bench.trace import BLOCK_TOKENS, ask_of, best_hit_rate, read_trace, replay
 
 SIZING = Sizing(50, 12)
