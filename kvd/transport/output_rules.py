@@ -53,14 +53,14 @@ def check_something_is_left(
         RequestError: ``bad_request``, naming the fields.
     """
     banned = {*sampling.banned_token_ids, *(word[0] for word in bad_words if len(word) == 1)}
-    left = set(sampling.allowed_token_ids) - banned if sampling.allowed_token_ids else range(vocab_size - len(banned))
-    if not left:
+    allowed = sampling.allowed_token_ids
+
+    def is_something_left(without: Collection[int]) -> bool:
+        return not banned.union(without).issuperset(allowed) if allowed else len(banned.union(without)) < vocab_size
+
+    if not is_something_left(()):
         raise bad_request("no token may be sampled: allowed_token_ids without banned_token_ids and bad_words leaves none")
-    if sampling.allowed_token_ids:
-        left = set(left) - set(early_ids)
-    elif len(banned | set(early_ids)) >= vocab_size:
-        left = ()
-    if not left:
+    if not is_something_left(early_ids):
         raise bad_request("no token may be sampled before min_tokens: what is allowed only ends the output; lower min_tokens")
 
 
