@@ -96,8 +96,13 @@ class KvdPool:
         return KvdCache(self, *_prompts_of(input_ids, attention_mask), salt=salt)
 
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, salt: bytes = b"", **options: Any) -> Any:
-        """``model.generate`` over a cache of this pool, which afterwards holds prompts and answers."""
+        """``model.generate`` over a cache of this pool, which afterwards holds prompts and answers.
+
+        Assisted generation (an ``assistant_model``, ``prompt_lookup_num_tokens``) of transformers takes no cache that holds something already: there the prompt is computed.
+        """
         with self.cache(input_ids, attention_mask, salt=salt) as cache:
+            if _is_assisted(self._model, options):
+                cache.reset()
             if attention_mask is not None:
                 options["attention_mask"] = attention_mask
             output = self._model.generate(input_ids, **{_CACHE_ARGUMENT: cache}, **options)
@@ -132,6 +137,7 @@ class KvdCache(Cache):
         self._pool = pool
         self._num_layers = pool.blocks.num_layers
         self._rows: list[_Row] = []
+        self._prompt_length = length
         self._is_permuted = False
         self._written = [0] * self._num_layers
         self._computes: set[int] = set()
@@ -208,6 +214,11 @@ class KvdCache(Cache):
         """
         self._check(key_states, value_states, layer_idx)
         start = self._written[layer_idx]
+        if start and not self._computes and key_states.shape[2] >= self._prompt_length:
+            raise KvdCacheError(
+                f"the first forward pass brings the whole prompt, of which the cache holds {start} positions already: pass what follows these, "
+                "or reset() the cache (assisted generation passes everything)"
+            )
         end = start + key_states.shape[2]
         if end > self._slots.end:
             self._record()
@@ -414,12 +425,13 @@ class _Slots:
         return read[0], read[1]
 
 
-class _PagedLayer(CacheLayerMixin):
+class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call] # transformers has few types
     """A layer of a ``KvdCache``, for those who look at layers: everything is done by the cache."""
 
     is_sliding = False
     is_croppable = True
     supports_early_init = False
+    is_initialized = True
 
     def __init__(self, cache: KvdCache, index: int) -> None:
         self._of = weakref.ref(cache)  # the cache ends with its last user, not with a collection
@@ -430,10 +442,6 @@ class _PagedLayer(CacheLayerMixin):
         cache = self._of()
         assert cache is not None, "a layer is asked for by its cache"
         return cache
-
-    @property
-    def is_initialized(self) -> bool:
-        return True
 
     def lazy_initialization(self, *_: Any) -> None:
         """The pool is there already."""
@@ -466,6 +474,13 @@ def _shape_of(config: Any) -> _Shape:
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     return _Shape(text.num_hidden_layers, num_kv_heads, head_dim)
+
+
+def _is_assisted(model: Any, options: dict[str, Any]) -> bool:
+    config = options.get("generation_config") or model.generation_config
+    return options.get("assistant_model") is not None or bool(
+        options.get("prompt_lookup_num_tokens") or getattr(config, "prompt_lookup_num_tokens", None)
+    )
 
 
 def _prompts_of(input_ids: torch.Tensor | Sequence[Sequence[int]], attention_mask: torch.Tensor | None) -> tuple[list[list[int]], int]:

@@ -46,23 +46,23 @@ def alone(llm, prompt, number, **options):
     return llm.generate([prompt], **GREEDY, cache_salt=f"alone {number}", **options)[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunk", [512, 24])
+@pytest.mark.parametrize(("kind", "chunk"), [("fake", 24), ("torch", 512), ("native", 24), ("native-int8", 512)])
 def test_the_same_tokens_as_alone(kind, chunk, model):
     with opened(kind, model, max_tokens_per_step=chunk) as llm:
-        prompts = prompts_of(1, 30)
-        num_cached = []
+        prompts = prompts_of(1, 16)
+        num_cached, said = [], []
         for number, prompt in enumerate(prompts):
             answer = llm.generate([prompt], **GREEDY)[0]
-            assert answer.token_ids == alone(llm, prompt, number).token_ids
+            said.append(alone(llm, prompt, number).token_ids)
+            assert answer.token_ids == said[-1]
             assert answer.usage.cached_tokens < len(prompt)
             num_cached.append(answer.usage.cached_tokens)
-        assert sum(count % 16 != 0 for count in num_cached) > 8
+        assert sum(count % 16 != 0 for count in num_cached) > 4
         again = llm.generate(prompts, **GREEDY, progress=False)  # in one batch, each with nearly all of it there
         for number, (prompt, answer) in enumerate(zip(prompts, again, strict=True)):
-            assert answer.token_ids == alone(llm, prompt, f"{number} again").token_ids
+            assert answer.token_ids == said[number]
             assert answer.usage.cached_tokens >= max(num_cached[number], len(prompt) // 16 * 16 - 1)
-        assert llm.client.stats()["cache"]["partial_hit_tokens"] > 50
+        assert llm.client.stats()["cache"]["partial_hit_tokens"] > 30
         assert llm.client.status()["blocks"]["used"] == 0
 
 
