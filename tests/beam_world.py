@@ -55,7 +55,19 @@ def namespace_of(salt, adapter):
 
 
 class World:
-    def __init__(self, *, num_blocks=200, block_size=4, max_model_len=200, max_in_flight=1, poison=None, runner=None, **config):
+    def __init__(
+        self,
+        *,
+        num_blocks=200,
+        block_size=4,
+        max_model_len=200,
+        max_in_flight=1,
+        poison=None,
+        runner=None,
+        speculative=None,
+        has_draft_model=False,
+        **config,
+    ):
         config = {"max_running": 16, "max_waiting": 64, "max_tokens_per_step": 64, "max_choices": 16, **config}
         self.cache = CacheManager(num_blocks=num_blocks, block_size_tokens=block_size)
         self.runner = runner or FakeRunner(num_blocks, block_size, max_rows=config["max_running"], poison_token_id=poison)
@@ -67,6 +79,8 @@ class World:
             namespace_of=namespace_of,
             max_model_len=max_model_len,
             shared_tile_tokens=block_size,
+            speculative=speculative,
+            has_draft_model=has_draft_model,
         )
         self.max_in_flight = max_in_flight
         self.in_flight = deque()
