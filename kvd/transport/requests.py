@@ -256,6 +256,7 @@ class Requests:
             raise bad_request(f"generate has {len(bodies)} body frames; it must have {num_bodies(message)}")
         credit = StreamCredit(config.default_credit, message.credit)
         request = _Request(client, message, now, credit, read_constraint(message, bodies))
+        request.seed = secrets.randbits(64) if message.sampling.seed is None else message.sampling.seed
         is_truncated = message.truncate_prompt != 0
         if message.input == "ids" and not is_truncated:
             check_prompt((len(bodies[0]) + 3) // 4, message.max_tokens, hello.max_model_len)
@@ -294,7 +295,6 @@ class Requests:
         max_tokens = check_prompt(len(token_ids) // 4, message.max_tokens, hello.max_model_len)
         if message.min_tokens > max_tokens:
             raise bad_request(f"min_tokens is {message.min_tokens}; {max_tokens} output tokens are possible")
-        request.seed = secrets.randbits(64) if message.sampling.seed is None else message.sampling.seed
         stop_ids = set(message.stop_token_ids)
         if not message.ignore_eos:
             stop_ids.update(text.eos_token_ids)

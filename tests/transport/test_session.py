@@ -419,7 +419,8 @@ def test_abort_of_a_running_request_ends_it_once():
 
 def test_abort_while_tokenising_answers_at_once_and_the_late_prompt_is_dropped():
     harness = Harness()
-    harness.session.receive(b"peer", [msgspec.msgpack.encode(Generate(request_id=request_id(1), input="text")), b"abc"], harness.now)
+    wanted = Generate(request_id=request_id(1), input="text", sampling=Sampling(seed=7))
+    harness.session.receive(b"peer", [msgspec.msgpack.encode(wanted), b"abc"], harness.now)
     jobs = harness.session.take_text_jobs()
     assert len(jobs) == 1
     harness.session.receive(b"peer", [msgspec.msgpack.encode(Abort(request_id=request_id(1)))], harness.now)
@@ -428,6 +429,7 @@ def test_abort_while_tokenising_answers_at_once_and_the_late_prompt_is_dropped()
     (finished,) = harness.take_messages()
     assert isinstance(finished, Finished)
     assert finished.choices[0].finish_reason == "aborted"
+    assert finished.seed == 7
     assert not harness.commands
 
 
