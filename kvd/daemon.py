@@ -151,6 +151,8 @@ class Daemon:
                 self._rehydrating.wait(_REHYDRATION_STOP_S)  # left behind if its disk hangs: it goes with the process
             if self._grammar is not None:
                 self._grammar.close()
+            if self._adapter_store is not None:
+                self._adapter_store.close()
             if engine is not None:
                 engine.executor.close(_FRONTEND_STOP_S)
             if storage is not None:

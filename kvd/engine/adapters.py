@@ -162,7 +162,10 @@ class Adapters:
             return []
         self._waiting.remove(waiter)
         choices = range(waiter.command.num_choices)
-        ended = [*(ChoiceDone(request_id, choice, FinishReason.ABORTED) for choice in choices), RequestDone(request_id, RequestUsage())]
+        ended: list[Event] = [
+            *(ChoiceDone(request_id, choice, FinishReason.ABORTED) for choice in choices),
+            RequestDone(request_id, RequestUsage()),
+        ]
         return ended + self._go_on()
 
     def end_waiting(self, code: ErrorCode, message: str) -> list[Event]:
@@ -199,7 +202,7 @@ class Adapters:
             case UnloadAdapter():
                 return self.unload(command)
             case ListAdapters():
-                return self.list(command)
+                return self.list_adapters(command)
             case AdapterRead():
                 return self.on_read(command)
             case AdapterNames():
@@ -237,7 +240,7 @@ class Adapters:
         result = {"name": command.name, "digest": resident.digest.hex(), "state": state, "requests": resident.num_requests}
         return [OpDone(command.op_id, result), *self._go_on()]
 
-    def list(self, command: ListAdapters) -> list[Event]:
+    def list_adapters(self, command: ListAdapters) -> list[Event]:
         """Ask which adapters there are; the answer comes with ``on_names``."""
         if self._source is None:
             return [OpDone(command.op_id, {"adapters": [], "max_adapters": 0})]

@@ -78,7 +78,7 @@ class AdapterStore:
         self._packed: dict[bytes, PackedAdapter] = {}
         """Read and not removed since, by digest."""
         self._lock = threading.Lock()
-        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._run, name="kvd-adapters", daemon=True).start()
 
     def digest_of(self, name: str) -> bytes:
@@ -109,9 +109,13 @@ class AdapterStore:
         with self._lock:
             self._packed.pop(digest, None)
 
+    def close(self) -> None:
+        """Let the thread end, after what it was asked for."""
+        self._work.put(None)
+
     def _run(self) -> None:
-        while True:
-            self._work.get()()
+        while (work := self._work.get()) is not None:
+            work()
 
     def _read(self, name: str) -> ReadAdapter:
         try:
