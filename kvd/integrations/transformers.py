@@ -21,7 +21,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 from transformers.generation.utils import GenerationMixin
 
 from kvd.cache.hashing import Namespace
@@ -425,7 +424,7 @@ class _Slots:
         return read[0], read[1]
 
 
-class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call] # transformers has few types
+class _PagedLayer:
     """A layer of a ``KvdCache``, for those who look at layers: everything is done by the cache."""
 
     is_sliding = False
@@ -466,11 +465,11 @@ def _shape_of(config: Any) -> _Shape:
     text = config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ())
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    if getattr(config, "is_encoder_decoder", False) or not kinds <= _ATTENTION:
+    num_heads = getattr(text, "num_attention_heads", None)
+    if getattr(config, "is_encoder_decoder", False) or not kinds <= _ATTENTION or not num_heads:
         raise KvdCacheError("only decoders whose every layer keeps a key and a value for each position are served")
     if rope.get("rope_type", rope.get("type")) in _ROPES_OF_LENGTH:
         raise KvdCacheError("the model's rotary angles depend on how long a sequence becomes: what one prompt computed is not another's")
-    num_heads = text.num_attention_heads
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     return _Shape(text.num_hidden_layers, num_kv_heads, head_dim)
