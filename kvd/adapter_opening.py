@@ -9,6 +9,7 @@ from kvd.commands import AdapterNames, AdapterRead, Command
 from kvd.config import AdaptersConfig, ConfigError
 from kvd.executor.adapter_files import AdapterError
 from kvd.executor.adapter_store import AdapterStore, AdapterTarget, ReadAdapter
+from kvd.executor.worker import ExecutorThread
 
 
 class Inbox(Protocol):
@@ -17,7 +18,7 @@ class Inbox(Protocol):
     def put_internal(self, command: Command, /) -> None: ...
 
 
-def open_adapters(config: AdaptersConfig, target: AdapterTarget, inbox: Inbox) -> AdapterStore | None:
+def open_adapters(config: AdaptersConfig, target: AdapterTarget, executor: ExecutorThread, inbox: Inbox) -> AdapterStore | None:
     """The store of the configured directory; None where none is configured.
 
     Raises:
@@ -35,6 +36,6 @@ def open_adapters(config: AdaptersConfig, target: AdapterTarget, inbox: Inbox) -
         inbox.put_internal(AdapterNames(op_id, tuple(names), error))
 
     try:
-        return AdapterStore(Path(config.adapter_dir), target, on_read=on_read, on_names=on_names)
+        return AdapterStore(Path(config.adapter_dir), target, in_order=executor.call, on_read=on_read, on_names=on_names)
     except AdapterError as error:
         raise ConfigError(str(error)) from error

@@ -235,7 +235,7 @@ class Daemon:
                 block_size_tokens=config.cache.block_size_tokens,
             )
         self._facts.startup["store_open"] = self._since(started)
-        self._adapter_store = open_adapters(config.adapters, engine.adapters, self._inbox)
+        self._adapter_store = open_adapters(config.adapters, engine.adapters, engine.executor, self._inbox)
         self._grammar = open_constraints(config, engine.vocab_size, self._text.load, self._inbox, self._clock.monotonic)
         work = self._rehydrate(storage, engine, cache)
         fingerprint = engine.fingerprint

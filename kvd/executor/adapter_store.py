@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 from kvd.executor.adapter_files import AdapterError, AdapterFiles, AdapterNotFoundError, adapter_names, read_adapter_files
+from kvd.executor.worker import ExecutorError
 from kvd.observe.logging import get_logger
 
 
@@ -61,10 +63,12 @@ class AdapterStore:
         directory: Path,
         target: AdapterTarget,
         *,
+        in_order: Callable[[Callable[[], None]], object],
         on_read: Callable[[int, ReadAdapter], None],
         on_names: Callable[[bytes, list[str], str], None],
     ) -> None:
-        """``on_read(read_id, result)`` and ``on_names(op_id, names, error)`` are called on the store's thread.
+        """``in_order`` does something between the steps that were submitted before and those that come after: a step that is on its way may begin a row with an adapter
+        that nobody wants any more. ``on_read(read_id, result)`` and ``on_names(op_id, names, error)`` are called on the store's thread.
 
         Raises:
             AdapterError: there is no such directory.
@@ -73,6 +77,7 @@ class AdapterStore:
             raise AdapterError(f"adapter_dir = {directory}: no such directory")
         self._directory = directory
         self._target = target
+        self._in_order = in_order
         self._on_read = on_read
         self._on_names = on_names
         self._packed: dict[bytes, PackedAdapter] = {}
@@ -101,13 +106,17 @@ class AdapterStore:
         """Have the runner take an adapter that was read."""
         with self._lock:
             packed = self._packed[digest]
-        self._target.install_adapter(digest, packed.adapter)
+        self._between_steps(lambda: self._target.install_adapter(digest, packed.adapter))
 
     def remove(self, digest: bytes) -> None:
         """Forget an adapter; rows that run with it keep it until they are over."""
-        self._target.remove_adapter(digest)
+        self._between_steps(lambda: self._target.remove_adapter(digest))
         with self._lock:
             self._packed.pop(digest, None)
+
+    def _between_steps(self, work: Callable[[], None]) -> None:
+        with suppress(ExecutorError):  # no further step runs, which whoever collects the last one hears of
+            self._in_order(work)
 
     def close(self) -> None:
         """Let the thread end, after what it was asked for."""

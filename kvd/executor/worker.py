@@ -198,6 +198,10 @@ class ExecutorThread:
         ids = tuple(block_ids)
         return self._put(lambda: self._runner.write_blocks(group, ids, memory))
 
+    def call(self, work: Callable[[], None]) -> WorkTicket:
+        """Do something after all steps that were handed over before, and before those that come after; errors as ``submit``."""
+        return self._put(work)
+
     def close(self, timeout_s: float | None = None) -> bool:
         """Let everything queued run, then end the thread; whether it ended within the time. May be called again."""
         with self._lock:
