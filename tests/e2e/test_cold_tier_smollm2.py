@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_smollm2_oracle import EARLY, ask, ask_together, assert_same, full_blocks, serve
+from test_smollm2_oracle import EARLY, ask, ask_together, assert_same, full_blocks, is_found, serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.socket, pytest.mark.store, pytest.mark.torch]
 
@@ -27,7 +27,7 @@ def test_prompts_that_fell_out_of_memory_are_read_from_disk_and_answer_the_same(
             for name in EARLY:
                 again = ask(client, name, NUM_TOKENS)
                 assert_same(name, again)
-                assert again.usage.cached_tokens == full_blocks(name), client.stats()["store"]
+                assert is_found(name, again.usage.cached_tokens), client.stats()["store"]
                 assert again.usage.restored_tokens >= full_blocks(name) - 16 * 2
             for name, answer in ask_together(client, EARLY, NUM_TOKENS, at_once=3).items():
                 assert_same(name, answer)

@@ -71,8 +71,13 @@ def num_tokens(name: str) -> int:
 
 
 def full_blocks(name: str) -> int:
-    """Tokens of a prompt that a second request of it finds: whole blocks, and never the last token."""
+    """Tokens of a prompt that a second request of it finds in whole blocks, and never the last token. It may find the beginning of one more, where an answer has filled that."""
     return 16 * ((num_tokens(name) - 1) // 16)
+
+
+def is_found(name: str, count: int) -> bool:
+    """Whether so many tokens are all that a second request can find."""
+    return full_blocks(name) <= count < num_tokens(name)
 
 
 def start(client: Client, name: str, max_tokens: int, *, stream: bool = False) -> Any:
@@ -160,7 +165,7 @@ def test_every_answer_is_the_reference_also_after_a_kill(smollm2: Path, tmp_path
         daemon.wait_ready()
         with daemon.client(timeout_s=1800) as client:
             again = ask_together(client, PROMPTS, 64, at_once=16)
-    assert {name: answer.usage.cached_tokens for name, answer in again.items()} == {name: full_blocks(name) for name in PROMPTS}
+    assert [name for name, answer in again.items() if not is_found(name, answer.usage.cached_tokens)] == []
     assert sum(answer.usage.restored_tokens for answer in again.values()) > 0.8 * sum(map(full_blocks, PROMPTS))
     assert_grade_2(computed, tolerated=len(PROMPTS) // 100)
     assert_grade_2(again, tolerated=len(PROMPTS) // 100)
@@ -173,11 +178,12 @@ def first_life(root: Path, model: Path) -> None:
         with Client(daemon.endpoint, reconnect_timeout_s=1) as client:
             for name in EARLY:
                 cold = ask(client, name, NUM_TOKENS)
-                assert cold.usage.cached_tokens == 0
+                assert cold.usage.cached_tokens < 16  # what chat templates begin with
                 assert_same(name, cold)
             for name in EARLY:
                 hit = ask(client, name, NUM_TOKENS)
-                assert (hit.usage.cached_tokens, hit.usage.restored_tokens) == (full_blocks(name), 0)
+                assert is_found(name, hit.usage.cached_tokens)
+                assert hit.usage.restored_tokens == 0
                 assert_same(name, hit)
             for name, answer in ask_together(client, (*EARLY, *OTHERS), NUM_TOKENS, at_once=8).items():
                 assert_same(name, answer)
@@ -198,11 +204,11 @@ def second_life(root: Path, model: Path) -> None:
         daemon.wait_ready()
         with Client(daemon.endpoint, reconnect_timeout_s=1) as client:
             for name, restored in ask_together(client, EARLY, NUM_TOKENS, at_once=len(EARLY)).items():
-                assert restored.usage.restored_tokens == full_blocks(name)
+                assert is_found(name, restored.usage.restored_tokens)
                 assert_same(name, restored)
             for name in LATE:
                 chunked = ask(client, name, NUM_TOKENS)
-                assert chunked.usage.cached_tokens == 0
+                assert chunked.usage.cached_tokens < 16
                 assert_same(name, chunked)
             with contextlib.suppress(errors.KvdError):
                 for name in LATE:
@@ -216,7 +222,7 @@ def third_life(root: Path, model: Path) -> None:
         daemon.wait_ready()
         with Client(daemon.endpoint, reconnect_timeout_s=1) as client:
             for name, restored in ask_together(client, EARLY[1:], NUM_TOKENS, at_once=2).items():
-                assert restored.usage.restored_tokens == full_blocks(name)
+                assert is_found(name, restored.usage.restored_tokens)
                 assert_same(name, restored)
             stream = start(client, LONGEST, 64, stream=True)
             await_running(client)
@@ -232,7 +238,7 @@ def last_life(root: Path, model: Path) -> None:
         with daemon.client() as client:
             for name, answer in ask_together(client, (*EARLY, *LATE), NUM_TOKENS, at_once=8).items():
                 assert_same(name, answer)
-                assert answer.usage.restored_tokens == full_blocks(name) or name in LATE
+                assert is_found(name, answer.usage.restored_tokens) or name in LATE
             blocks = client.status()["blocks"]
             assert blocks["used"] == 0
             assert blocks["free"] + blocks["cached"] == blocks["total"]
