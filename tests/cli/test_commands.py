@@ -65,6 +65,8 @@ PREFIXES = {
 
 
 class StubStream:
+    prompt = None
+
     def __init__(self, chunks, completion, fail):
         self._chunks, self.completion, self._fail = chunks, completion, fail
         self.closed = False

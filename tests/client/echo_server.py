@@ -47,8 +47,17 @@ class ByteText:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_inside(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def encode_chat(
-        self, messages: list[dict[str, Any]], *, date: str, args: Mapping[str, Any], check_length: Callable[[int], None] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        date: str,
+        args: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+        check_length: Callable[[int], None] | None = None,
     ) -> list[int]:
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
 
