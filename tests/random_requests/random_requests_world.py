@@ -1,0 +1,215 @@
+"""The daemons of the random requests: one that crowds press on, and a roomy one beside it that is asked the same again, alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from answer_checks import check_completion, check_end, check_failure, need, same_answer, tally
+from daemon_process import DaemonProcess
+from kvd_client import Client, errors
+from kvd_client.protocol.messages import Failed
+from kvd_client.results import Completion
+from lora_directories import make_adapter
+from plain_answer import prompt_tokens
+from request_drawing import ADAPTERS, Ask, Op
+from request_rules import Facts, ends_of, repeats
+from typed_crowd import run_typed
+from wire_crowd import BreachError, Exchange, WireCrowd, unset
+
+SIZES = {"model.layers.0.self_attn.q_proj": (16, 16), "model.layers.0.self_attn.v_proj": (8, 16)}
+GONE = ("interrupted",)
+KEPT = "What is pinned before a kill is there after it, whoever asks for what meanwhile."
+_MOST_TOLD = 8
+QUIET_S = 20.0
+"""Until nothing of what is over is held any more."""
+
+
+def make_adapters(directory: Path, sizes: dict[str, tuple[int, int]] = SIZES) -> Path:
+    for seed, name in enumerate(ADAPTERS):
+        make_adapter(directory / name, sizes, seed=seed)
+    return directory
+
+
+class Alone:
+    """The roomy daemon: each request comes alone, cold, without drafts, in other chunks."""
+
+    def __init__(self, root: Path, adapters: Path, *arguments: str, fake: bool = True, tolerance: float = 1e-9) -> None:
+        root.mkdir()
+        flags = ("--no-persist", "--speculation", "off", "--max-tokens-per-step", "37", "--adapter-dir", str(adapters))
+        self.process = DaemonProcess(root, *flags, *arguments, fake=fake)
+        self._tolerance = tolerance
+        self._num_asked = 0
+        self._client: Client | None = None
+        self.digests: dict[str, bytes] = {"": b""}
+
+    def wait_ready(self) -> None:
+        self.process.wait_ready()
+        self._client = self.process.client()
+        self.digests |= {name: bytes.fromhex(self._client.load_adapter(name).digest) for name in ADAPTERS}
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def ask_again(self, ask: Ask, first: Completion) -> None:
+        """Raises ``BreachError`` if the answer is another one."""
+        assert self._client is not None
+        self._num_asked += 1
+        changes: dict[str, Any] = {
+            "seed": first.seed,
+            "cache_salt": f"cold {self._num_asked}",
+            "deadline_s": 0.0,
+            "queue_timeout_s": 0.0,
+            "priority": 0,
+        }
+        options = {
+            name: value for name, value in ask.options.items() if name not in ("speculation", "num_draft", "draft_acceptance", "tools")
+        }
+        options |= changes
+        if tools := ask.options.get("tools"):
+            options["tools"] = list(tools)
+        is_chat = isinstance(ask.prompt, tuple) and isinstance(ask.prompt[0], dict)
+        again = self._client.chat(ask.prompt, **options) if is_chat else self._client.generate(ask.prompt, **options)
+        same_answer(ask, first, again, self._tolerance)
+
+
+class Pressed:
+    """A daemon that crowds press on, with what is known of it."""
+
+    def __init__(self, root: Path, facts: Facts, adapters: Path, *arguments: str, alone: Alone, fake: bool = True) -> None:
+        root.mkdir(exist_ok=True)
+        self.facts = facts
+        self.alone = alone
+        self._command = (root, "--adapter-dir", str(adapters), *arguments)
+        self.process = DaemonProcess(*self._command, fake=fake)
+        self.counts: Counter[str] = Counter()
+        self._crowd: WireCrowd | None = None
+
+    def __enter__(self) -> Self:
+        self.process.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._crowd is not None:
+            self._crowd.close()
+        self.process.__exit__(*error)
+
+    def press(self, items: Sequence[Ask | Op], *, timeout_s: float = 60.0) -> None:
+        """A crowd; every promise is looked at.
+
+        Raises:
+            BreachError: one was not kept.
+        """
+        if self._crowd is None:
+            self._crowd = WireCrowd(self.process.endpoint)
+        began_s = time.monotonic()
+        exchanges, _ = self._crowd.run(list(items), timeout_s=timeout_s)
+        self.counts["pressed_ms"] += round((time.monotonic() - began_s) * 1000)
+        tally(self.counts, [exchange.ask for exchange in exchanges])
+        self.counts["requests"] += len(exchanges)
+        breaches = [breach for exchange in exchanges if (breach := self._breach_of(exchange))]
+        if breaches:
+            raise BreachError("\n".join([f"{len(breaches)} of {len(exchanges)} requests", *breaches[:_MOST_TOLD]]))
+
+    def _breach_of(self, exchange: Exchange) -> str:
+        try:
+            self._check(exchange)
+        except BreachError as breach:
+            return str(breach)
+        return ""
+
+    def _check(self, exchange: Exchange) -> None:
+        ask, terminal = exchange.ask, exchange.terminal
+        self.counts[f"ended {terminal.code if isinstance(terminal, Failed) else 'finished'}"] += 1
+        prompt_ids = prompt_tokens(ask, self.facts) if self.facts.is_fake else None
+        digest = self.alone.digests.get(ask.options.get("adapter", ""), b"")
+        completion = check_end(exchange, prompt_ids, digest, self.facts)
+        if completion is None:
+            return
+        usage = completion.usage
+        self.counts["tokens"] += usage.completion_tokens
+        self.counts["drafted"] += unset(usage.drafted_tokens) or 0
+        self.counts["accepted"] += unset(usage.accepted_tokens) or 0
+        self.counts["cached"] += usage.cached_tokens
+        if repeats(ask):
+            self.alone.ask_again(ask, completion)
+            self.counts["repeated"] += 1
+
+    def press_and_kill(self, asks: Sequence[Ask], *, after_s: float) -> None:
+        """A crowd of typed clients, and a SIGKILL among them: each call ends once, with an answer or an error that its caller can act on; the next daemon has the pin.
+
+        Raises:
+            BreachError: a promise was not kept.
+        """
+        with self.process.client() as client:
+            client.pin("kept", KEPT)
+        outcomes = asyncio.run(run_typed(self, asks, after_s=after_s))
+        tally(self.counts, list(asks))
+        self.counts["requests"] += len(asks)
+        breaches = [breach for ask, outcome in zip(asks, outcomes, strict=True) if (breach := self._breach_of_typed(ask, outcome))]
+        if breaches:
+            raise BreachError("\n".join([f"{len(breaches)} of {len(asks)} requests", *breaches[:_MOST_TOLD]]))
+        with self.process.client() as client:
+            pins = {pin["name"]: pin["state"] for pin in client.prefixes()["pins"]}
+            need(pins.get("kept") == "held", f"the pin after a kill: {pins}")
+            client.unpin("kept")
+
+    def restart(self) -> None:
+        """SIGKILL, and another daemon on what is left."""
+        self.process.kill()
+        self.process = DaemonProcess(*self._command, fake=self.facts.is_fake)
+        self.counts["kills"] += 1
+
+    def _breach_of_typed(self, ask: Ask, outcome: Completion | errors.KvdError | None) -> str:
+        prompt_ids = prompt_tokens(ask, self.facts) if self.facts.is_fake else None
+        digest = self.alone.digests.get(ask.options.get("adapter", ""), b"")
+        self.counts[f"ended {outcome.code if isinstance(outcome, errors.KvdError) else 'closed' if outcome is None else 'finished'}"] += 1
+        try:
+            if isinstance(outcome, Completion):
+                need(not ends_of(ask, prompt_ids, self.facts).must, "answered, must fail", ask)
+                check_completion(ask, outcome, prompt_ids, digest, self.facts)
+                if repeats(ask):
+                    self.alone.ask_again(ask, outcome)
+                    self.counts["repeated"] += 1
+            elif outcome is not None and outcome.code not in GONE:
+                retry_after_s = outcome.retry_after_s
+                check_failure(ask, outcome.code, str(outcome.args[0]), outcome.retryable, retry_after_s, prompt_ids, self.facts)
+        except BreachError as breach:
+            return str(breach)
+        return ""
+
+    def check_quiet(self) -> None:
+        """Nothing of what is over is held any more.
+
+        Raises:
+            BreachError: something is.
+        """
+        until_s = time.monotonic() + QUIET_S
+        with self.process.client() as client:
+            while True:
+                status, stats = client.status(), client.stats()
+                scheduler, adapters = stats["scheduler"], status["adapters"]
+                held = {
+                    **status["requests"],
+                    **{name: status["blocks"][name] for name in ("used", "shared", "references")},
+                    **{
+                        name: scheduler.get(name, 0)
+                        for name in ("running", "waiting", "stalled", "compiling", "constraints_waiting", "loading_blocks")
+                    },
+                    "late compiles": scheduler.get("constraints_late", 0),
+                    "adapters waited for": adapters["waiting"],
+                    "adapters in use": sum(each["requests"] for each in adapters["loaded"]),
+                }
+                if not any(held.values()):
+                    break
+                need(time.monotonic() < until_s, f"held after all is over: { {name: count for name, count in held.items() if count} }")
+                time.sleep(0.02)
+        blocks = status["blocks"]
+        need(blocks["free"] + blocks["cached"] == blocks["total"], f"blocks don't add up: {blocks}")
+        self.counts["preemptions"] = scheduler["preemptions"]
+        self.counts["partial_hit_tokens"] = stats["cache"]["partial_hit_tokens"]
