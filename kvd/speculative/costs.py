@@ -13,9 +13,10 @@ from enum import IntEnum
 _SMOOTHING = 0.25
 _GUESSED_SHARE = 0.04
 """What a further position is thought to add, as a part of the step, until it is measured: little, so that it is tried."""
-_NUM_NEEDED = 2
-"""Measurements that make a time known: one alone may have been disturbed."""
-_AGE_STEPS = 4096
+_NUM_NEEDED = 3
+"""Measurements that make a time known, by the least of them: one or two may have been disturbed, and what seems slow is not measured again for long."""
+_AGE_STEPS = 1024
+"""Steps after which a time that was not measured again is forgotten."""
 
 
 class Kind(IntEnum):
