@@ -63,8 +63,10 @@ class _Waiter:
     since_s: float
     then: Callable[[_Resident], list[Event]]
     fail: Callable[[ErrorCode, str, float], list[Event]]
+    request_id: bytes = b""
+    """A request's: it may be aborted."""
     command: Submit | None = None
-    """A client's request: it may be aborted, and has its deadlines."""
+    """A client's request, which has its deadlines."""
     read_id: int = 0
     """For an explicit load: the read that answers it; whatever is loaded under the name will not do."""
 
@@ -121,6 +123,7 @@ class Adapters:
             since_s=since_s,
             then=run,
             fail=fail,
+            request_id=command.request_id,
             command=None if internal else command,
         )
         return self._admit(waiter)
@@ -158,10 +161,10 @@ class Adapters:
     def abort(self, request_id: bytes) -> list[Event]:
         """End a request that waits here; nothing if none of this id does."""
         waiter = self._waiter_of(request_id)
-        if waiter is None or waiter.command is None:
+        if waiter is None:
             return []
         self._waiting.remove(waiter)
-        choices = range(waiter.command.num_choices)
+        choices = range(waiter.command.num_choices if waiter.command is not None else 0)
         ended: list[Event] = [
             *(ChoiceDone(request_id, choice, FinishReason.ABORTED) for choice in choices),
             RequestDone(request_id, RequestUsage()),
@@ -363,7 +366,7 @@ class Adapters:
         return events
 
     def _waiter_of(self, request_id: bytes) -> _Waiter | None:
-        return next((each for each in self._waiting if each.command is not None and each.command.request_id == request_id), None)
+        return next((waiter for waiter in self._waiting if waiter.request_id == request_id), None)
 
     def _begin_read(self, name: str) -> int:
         """Read an adapter if there is or may be room for it; the read's number, 0 if there is none."""

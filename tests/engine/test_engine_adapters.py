@@ -364,6 +364,10 @@ def test_times_bounds_and_aborts_count_while_a_request_waits():
     world.clock.now_s += 4
     world.take(world.adapters.expire())
     assert world.ends[late] == "deadline_exceeded"
+    internal = Submit(request_id=world.id(), token_ids=pack_tokens(PROMPT), sampling=SamplingParams(), max_tokens=1, adapter_name="poet")
+    world.take(world.adapters.submit(internal, internal=True))
+    world.take(world.adapters.abort(internal.request_id))
+    assert world.ends[internal.request_id] == "done"
     ended = world.ask("poet")
     world.take(world.adapters.end_waiting("draining", "it ends"))
     assert world.ends[ended] == "draining"
