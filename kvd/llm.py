@@ -165,21 +165,22 @@ class _Engine:
         self._scratch = None if is_kept else tempfile.TemporaryDirectory(prefix="kvd-llm-")
         if self._scratch is not None:
             config = dataclasses.replace(config, storage=dataclasses.replace(config.storage, state_dir=Path(self._scratch.name)))
-        self._has_kernels = config.model.executor != "fake" and native.status().isa is not None  # where torch computes, they draw the samples
+        self._has_kernels = (
+            config.model.executor != "fake" and native.status().isa is not None
+        )  # where torch computes, they draw the samples
         if self._has_kernels and not _native_engines.acquire(blocking=False):
             self._remove_scratch()
-            raise EngineStoppedError(
-                "another kvd.LLM of this process has the native kernels' threads, which work for one: close it first"
-            )
+            raise EngineStoppedError("another kvd.LLM of this process has the native kernels' threads, which work for one: close it first")
         self._edge = EmbeddedEdge()
         self.client = Client.over(self._edge, endpoint=NAME, timeout_s=math.inf)
-        self._daemon = Daemon(config, open_edge=self._edge.attach)
+        self._daemon: Daemon | None = Daemon(config, open_edge=self._edge.attach)
         self._error: BaseException | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kvd-engine", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        assert self._daemon is not None, "it goes at the end"
         try:
             self._daemon.run()
         except BaseException as error:  # told to whoever asks next
@@ -214,9 +215,11 @@ class _Engine:
         if self._is_closed:
             return
         self._is_closed = True
+        assert self._daemon is not None, "it goes once"
         self._edge.close()
         self._daemon.request_stop()
         self._thread.join(_STOP_S)
+        self._daemon = None  # with the model and the pool
         if self._has_kernels and not self._thread.is_alive():
             _native_engines.release()
         self._remove_scratch()

@@ -37,6 +37,11 @@ _PEER = b"in-process"
 _OWNER = Caller(is_operator=True)
 _TICK_S = 0.25
 
+
+def _nobody(_message: str) -> None:
+    """Nobody is told."""
+
+
 _Command = Callable[[ClientSession, float], None]
 
 
@@ -51,7 +56,7 @@ class EmbeddedEdge:
         self._daemon: Session | None = None
         self._text_threads: TextThreads | None = None
         self._outbox: InprocOutbox | None = None
-        self._on_failure: Callable[[str], None] = lambda _: None
+        self._on_failure: Callable[[str], None] = _nobody
         self._log = get_logger("transport")
         self._lock = threading.RLock()  # a stream's destructor may submit in the middle of submit
         self._commands: deque[_Command] = deque()
@@ -169,6 +174,8 @@ class EmbeddedEdge:
         finally:
             outbox.on_put(None)
             text_threads.stop()
+            self._daemon = self._outbox = self._text_threads = None
+            self._on_failure = _nobody  # the daemon's: whoever still has this edge does not keep it
             self.end()
 
     def _turn(self, daemon: Session, outbox: InprocOutbox, text_threads: TextThreads) -> None:
