@@ -142,7 +142,7 @@ class KvdCache(Cache):
         self._computes: set[int] = set()
         """Layers that have brought keys and values: some models have layers that use another one's."""
         self._slots = _Slots.empty(pool.blocks.device)
-        self.layers = [_PagedLayer(self, index) for index in range(self._num_layers)]
+        self.layers: list[Any] = [_PagedLayer(self, index) for index in range(self._num_layers)]
         self.layer_class_to_replicate = None
         self.offloading = False
         namespace = Namespace(b"transformers", salt)
