@@ -16,6 +16,7 @@ from kvd.commands import Submit
 from kvd.config import SpeculativeConfig
 from kvd.scheduler.drafter import NOBODY, Drafter
 from kvd.scheduler.plan import StepPlan
+from kvd.scheduler.ports import Clock
 from kvd.scheduler.request import Leaving, Request, Sequence
 from kvd.scheduler.roster import Roster
 from kvd.speculative.acceptance import ModelAcceptance
@@ -32,6 +33,8 @@ _LEAST_EXPECTED = 0.1
 """Tokens; of a draft that is thought to bring fewer nobody asks what it costs."""
 _IDLE_STEPS = 4
 """After so many steps without a draft that pays a sequence goes a step ahead again."""
+_MOST_BETWEEN = 3
+"""Times what the executor takes: more than that between two steps is a wait for something else."""
 _MOST_PAUSE_TOKENS = 512
 """Output after which a draft model that did not pay is asked again, at most: the pause doubles each time."""
 
@@ -66,6 +69,7 @@ class Drafting:
         config: SpeculativeConfig,
         cache: CacheManager,
         roster: Roster,
+        clock: Clock,
         counters: Counter[str],
         *,
         has_model: bool,
@@ -73,10 +77,12 @@ class Drafting:
         self._config = config
         self._cache = cache
         self._roster = roster
+        self._clock = clock
         self._counters = counters
         self.has_model = has_model
         """Whether the executor has a draft model."""
         self.costs = StepCosts()
+        self._noted_s = 0.0
         self._flights: dict[int, _Flight] = {}
         self._drafting: dict[Sequence, None] = {}
         """Those that wait for their tokens in order to draft."""
@@ -231,10 +237,12 @@ class Drafting:
     # ------------------------------------------------------------------------------------------ after a step
 
     def note_time(self, step: int, seconds: float) -> None:
-        """The step took so long."""
+        """The executor took so long for the step; what counts is the time since the step before, for who waits for tokens has the engine's time between two steps to pay, too."""
+        now_s = self._clock.monotonic()
+        interval_s, self._noted_s = now_s - self._noted_s, now_s
         flight = self._flights.get(step)
         if flight is not None and flight.num_positions:
-            self.costs.note(flight.kind, flight.num_positions, seconds)
+            self.costs.note(flight.kind, flight.num_positions, max(seconds, min(interval_s, _MOST_BETWEEN * seconds)))
 
     def forget(self, step: int) -> None:
         """The step failed."""

@@ -69,7 +69,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._drafting: Drafting | None = None
         if speculative is not None:
-            self._drafting = Drafting(speculative, cache, self._roster, self._counters, has_model=has_draft_model)
+            self._drafting = Drafting(speculative, cache, self._roster, clock, self._counters, has_model=has_draft_model)
         self._planner = Planner(
             config, cache, clock, self._roster, self._loads, drafting=self._drafting, endings=self._endings, counters=self._counters
         )

@@ -63,8 +63,8 @@ def test_what_is_said_is_the_same_and_takes_fewer_steps_where_drafts_are_right()
     plain, plain_usage = run("off")
     for mode, has_model in (("auto", False), ("ngram", False), ("auto", True), ("draft", True)):
         sim, usage = run(mode, has_draft_model=has_model)
-        assert len(sim.steps) < 0.5 * len(plain.steps)
-        assert usage.accepted_tokens == usage.drafted_tokens == sim.drafted[0] > 40
+        assert len(sim.steps) < 0.6 * len(plain.steps)
+        assert usage.accepted_tokens == usage.drafted_tokens == sim.drafted[0] > 30
     assert (plain_usage.drafted_tokens, plain_usage.accepted_tokens) == (0, 0)
 
 
