@@ -123,6 +123,8 @@ def test_every_way_to_the_same_tokens(world: tuple[Path, tuple[str, ...], Refere
             for name in ADAPTERS:
                 forked = ask(client, name, PROMPTS[1], n=3)
                 reference.check(name, PROMPTS[1], [choice.token_ids for choice in forked.choices], "forked")
+                drafted = ask(client, name, PROMPTS[1], speculation="ngram", num_draft=4)
+                reference.check(name, PROMPTS[1], [drafted.choices[0].token_ids], "drafted")
                 client.pin(name, PROMPTS[0], adapter=name)
         process.kill()
     with DaemonProcess(root, *flags, "--kv-memory", "4MiB", fake=False) as process:

@@ -19,6 +19,7 @@ TOOLS = f"{os.environ.get('PATH', os.defpath)}:{Path(sys.executable).parent}"
 TESTS = (
     "tests/executor/kernels",  # products, attention, the pool
     "tests/executor/test_executor_elementwise.py",
+    "tests/executor/test_executor_adapters.py",
     "tests/executor/test_executor_native.py",  # the decoder
     "tests/executor/test_executor_quantised.py",
     "tests/executor/test_kv_dtypes.py",
