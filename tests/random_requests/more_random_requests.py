@@ -34,7 +34,7 @@ def main() -> int:
     adapters = make_adapters(root / "adapters")
     alone = Alone(root / "alone", adapters, "--kv-memory", "256KiB", "--max-model-len", "256")
     num_breaches = 0
-    with alone.process, Pressed(root / "kvd", facts, adapters, *flags, alone=alone) as pressed:
+    with alone.process, Pressed(root / "kvd", facts, adapters, *flags, alone=alone, with_tenants=options.mode == "process") as pressed:
         alone.wait_ready()
 
         def go_on(pressed: Pressed, crowd: list) -> None:

@@ -37,6 +37,10 @@ def prompt_tokens(ask: Ask, facts: Facts) -> list[int]:
         if ask.options.get("tools"):
             lines.insert(0, f"tools: {json.dumps(list(ask.options['tools']))}\n")
         token_ids = list("".join([*lines, "assistant: "]).encode())
+    return truncated(ask, token_ids, facts)
+
+
+def truncated(ask: Ask, token_ids: list[int], facts: Facts) -> list[int]:
     keep = ask.options.get("truncate_prompt", 0)
     if keep == -1:
         keep = max(1, facts.max_model_len - ask.options["max_tokens"])

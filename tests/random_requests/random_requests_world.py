@@ -12,12 +12,14 @@ from typing import Any, Self
 from answer_checks import check_completion, check_end, check_failure, need, same_answer, tally
 from daemon_process import DaemonProcess
 from kvd_client import Client, errors
+from kvd_client.protocol.codes import Code
 from kvd_client.protocol.messages import Failed
 from kvd_client.results import Completion
 from lora_directories import make_adapter
-from plain_answer import prompt_tokens
+from plain_answer import prompt_tokens, truncated
 from request_drawing import ADAPTERS, Ask, Op
 from request_rules import Facts, ends_of, repeats
+from two_tenants import TwoTenants
 from typed_crowd import run_typed
 from wire_crowd import BreachError, Exchange, WireCrowd, unset
 
@@ -29,9 +31,9 @@ QUIET_S = 20.0
 """Until nothing of what is over is held any more."""
 
 
-def make_adapters(directory: Path, sizes: dict[str, tuple[int, int]] = SIZES) -> Path:
+def make_adapters(directory: Path, sizes: dict[str, tuple[int, int]] = SIZES, *, size: float = 1.0) -> Path:
     for seed, name in enumerate(ADAPTERS):
-        make_adapter(directory / name, sizes, seed=seed)
+        make_adapter(directory / name, sizes, seed=seed, size=size)
     return directory
 
 
@@ -55,6 +57,21 @@ class Alone:
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
+
+    def prompt_ids(self, ask: Ask, facts: Facts) -> list[int] | None:
+        """The tokens that the request computes, or None where only the daemon can tell."""
+        if facts.is_fake:
+            return prompt_tokens(ask, facts)
+        assert self._client is not None
+        if isinstance(ask.prompt, str):
+            token_ids = self._client.tokenize(ask.prompt)
+        elif isinstance(ask.prompt[0], int):
+            token_ids = ask.prompt
+        elif ask.options.get("tools"):
+            return None
+        else:
+            token_ids = self._client.tokenize(messages=list(ask.prompt))
+        return truncated(ask, list(token_ids), facts)
 
     def ask_again(self, ask: Ask, first: Completion) -> None:
         """Raises ``BreachError`` if the answer is another one."""
@@ -81,8 +98,13 @@ class Alone:
 class Pressed:
     """A daemon that crowds press on, with what is known of it."""
 
-    def __init__(self, root: Path, facts: Facts, adapters: Path, *arguments: str, alone: Alone, fake: bool = True) -> None:
+    def __init__(
+        self, root: Path, facts: Facts, adapters: Path, *arguments: str, alone: Alone, fake: bool = True, with_tenants: bool = False
+    ) -> None:
         root.mkdir(exist_ok=True)
+        self._tenants = TwoTenants(root) if with_tenants else None
+        if self._tenants is not None:
+            arguments = (*arguments, *self._tenants.flags)
         self.facts = facts
         self.alone = alone
         self._command = (root, "--adapter-dir", str(adapters), *arguments)
@@ -106,12 +128,38 @@ class Pressed:
             BreachError: one was not kept.
         """
         if self._crowd is None:
-            self._crowd = WireCrowd(self.process.endpoint)
+            self._crowd = WireCrowd(self.process.endpoint, tenants=self._tenants)
         began_s = time.monotonic()
-        exchanges, _ = self._crowd.run(list(items), timeout_s=timeout_s)
+        exchanges = self._crowd.run(items, timeout_s=timeout_s)
         self.counts["pressed_ms"] += round((time.monotonic() - began_s) * 1000)
         tally(self.counts, [exchange.ask for exchange in exchanges])
         self.counts["requests"] += len(exchanges)
+        self._check_all(exchanges)
+
+    def leave(self, items: Sequence[Ask | Op]) -> None:
+        """A crowd whose connections go away while it is answered: nothing is said of it any more, and nothing of it stays."""
+        WireCrowd(self.process.endpoint, seed=1).leave(items, after_s=0.06)
+        self.counts["requests"] += sum(isinstance(item, Ask) for item in items)
+
+    def drain(self, items: Sequence[Ask | Op]) -> None:
+        """A crowd, and SIGTERM in the middle: what was accepted ends as ever, or with ``draining`` or ``aborted``, and the daemon ends well.
+
+        Raises:
+            BreachError: a promise was not kept.
+        """
+        crowd = WireCrowd(self.process.endpoint, seed=2)
+        exchanges = crowd.run_to_the_end(items, self.process.process.terminate, after_s=0.02, rest_s=0.5)
+        code = self.process.wait_dead()
+        crowd.read_for(0.2)
+        crowd.close()
+        need(code == 0, f"it ended with {code}")
+        self.counts["requests"] += len(exchanges)
+        self.counts["drained"] += sum(isinstance(each.terminal, Failed) and each.terminal.code == Code.DRAINING for each in exchanges)
+        begun = [each for each in exchanges if each.terminal is None and each.num_messages]
+        need(not begun, f"{len(begun)} begun and without an end", begun[:_MOST_TOLD])
+        self._check_all([each for each in exchanges if each.terminal is not None and not _is_drained(each)])
+
+    def _check_all(self, exchanges: Sequence[Exchange]) -> None:
         breaches = [breach for exchange in exchanges if (breach := self._breach_of(exchange))]
         if breaches:
             raise BreachError("\n".join([f"{len(breaches)} of {len(exchanges)} requests", *breaches[:_MOST_TOLD]]))
@@ -126,7 +174,7 @@ class Pressed:
     def _check(self, exchange: Exchange) -> None:
         ask, terminal = exchange.ask, exchange.terminal
         self.counts[f"ended {terminal.code if isinstance(terminal, Failed) else 'finished'}"] += 1
-        prompt_ids = prompt_tokens(ask, self.facts) if self.facts.is_fake else None
+        prompt_ids = self.alone.prompt_ids(ask, self.facts)
         digest = self.alone.digests.get(ask.options.get("adapter", ""), b"")
         completion = check_end(exchange, prompt_ids, digest, self.facts)
         if completion is None:
@@ -166,7 +214,7 @@ class Pressed:
         self.counts["kills"] += 1
 
     def _breach_of_typed(self, ask: Ask, outcome: Completion | errors.KvdError | None) -> str:
-        prompt_ids = prompt_tokens(ask, self.facts) if self.facts.is_fake else None
+        prompt_ids = self.alone.prompt_ids(ask, self.facts)
         digest = self.alone.digests.get(ask.options.get("adapter", ""), b"")
         self.counts[f"ended {outcome.code if isinstance(outcome, errors.KvdError) else 'closed' if outcome is None else 'finished'}"] += 1
         try:
@@ -213,3 +261,11 @@ class Pressed:
         need(blocks["free"] + blocks["cached"] == blocks["total"], f"blocks don't add up: {blocks}")
         self.counts["preemptions"] = scheduler["preemptions"]
         self.counts["partial_hit_tokens"] = stats["cache"]["partial_hit_tokens"]
+
+
+def _is_drained(exchange: Exchange) -> bool:
+    """Whether its end is that of its daemon."""
+    terminal = exchange.terminal
+    if isinstance(terminal, Failed):
+        return terminal.code == Code.DRAINING
+    return terminal is not None and any(end.finish_reason == "aborted" for end in terminal.choices)

@@ -98,6 +98,8 @@ class Ask:
     """The client ends it after so many messages of its own; 0: at once."""
     spoilt: str = ""
     """Which of ``SPOILS`` is done to it."""
+    is_sent_twice: bool = False
+    """Under the same id, as after a connection that broke."""
     peer: int = 0
     pause_ms: int = 0
     """After what was sent before it."""
@@ -274,6 +276,7 @@ def asks(draw: Any, vocabulary: Vocabulary) -> Ask:
         reader=reader,
         abort_after=abort_after,
         spoilt=spoilt,
+        is_sent_twice=draw(st.integers(0, 11)) == 11,
         peer=draw(st.integers(0, 2)),
         pause_ms=draw(st.sampled_from((0, 0, 0, 0, 1, 3))),
     )

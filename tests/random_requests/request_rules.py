@@ -33,7 +33,8 @@ class Facts:
     is_fake: bool = True
     may_overload: bool = False
     has_draft: bool = False
-    has_constraints: bool = True
+    takes_tools: bool = True
+    """Whether the chat template has a place for them."""
 
 
 @dataclass(slots=True)
@@ -154,8 +155,8 @@ def _conflicts(ask: Ask, facts: Facts) -> list[str]:
     if options.get("speculation") == "draft":
         found += [] if facts.has_draft else ["no draft model"]
         found += ["draft model"] if constraint_of(ask) else []
-    if constraint_of(ask) and not facts.has_constraints:
-        found.append("takes no constraints")
+    if "tools" in options and not facts.takes_tools:
+        found.append("no place for tools")
     return found
 
 

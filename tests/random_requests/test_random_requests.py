@@ -72,7 +72,21 @@ def press(pressed: Pressed, crowds_seed: int, num_crowds: int, how: Callable[...
     pressed.process.wait_ready()
     one()
     print(dict(sorted(pressed.counts.items())))
-    assert pressed.counts["requests"] == num_crowds * CROWD
+    assert pressed.counts["requests"] >= num_crowds * CROWD
+
+
+def drawn(crowds_seed: int, num_crowds: int = 2) -> list:
+    """Crowds as data, the simplest one left out."""
+    found = []
+
+    @seed(crowds_seed)
+    @settings(THE_SAME_EVERY_TIME, max_examples=num_crowds)
+    @given(crowds(BYTES, size=CROWD))
+    def draw(crowd):
+        found.append(crowd)
+
+    draw()
+    return found[1:]
 
 
 def press_and_kill(pressed: Pressed, crowd: list) -> None:
@@ -86,15 +100,18 @@ def test_in_a_small_pool(tmp_path: Path, adapters: Path, alone: Alone) -> None:
         assert pressed.counts["preemptions"] > 10
         assert pressed.counts["partial_hit_tokens"] > 100
         assert pressed.counts["accepted"] > 20
+        for crowd in drawn(4):
+            pressed.leave(crowd)
+        pressed.check_quiet()
         assert pressed.process.terminate() == 0
 
 
 def test_with_a_short_queue_and_the_edge_in_a_process_of_its_own(tmp_path: Path, adapters: Path, alone: Alone) -> None:
-    with Pressed(tmp_path / "kvd", PROCESS_FACTS, adapters, *PROCESS, alone=alone) as pressed:
+    with Pressed(tmp_path / "kvd", PROCESS_FACTS, adapters, *PROCESS, alone=alone, with_tenants=True) as pressed:
         press(pressed, 2, 8)
         assert pressed.counts["repeated"] > 50
         assert pressed.counts["ended overloaded"] > 10
-        assert pressed.process.terminate() == 0
+        pressed.drain(drawn(5)[0])
 
 
 def test_over_kills_of_the_daemon(tmp_path: Path, adapters: Path, alone: Alone) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,8 +37,10 @@ from kvd_client.protocol.messages import (
 )
 from request_drawing import Ask, Op
 from request_rules import is_held
+from two_tenants import TwoTenants
 
 SLOW_S = 0.02
+TWICE_S = 0.004
 _OP_CODES = {
     "pin": {Code.PIN_TOO_SHORT, Code.PIN_CAPACITY, Code.OVERLOADED, Code.NOT_FOUND, Code.KV_CAPACITY},
     "unpin": {Code.NOT_FOUND},
@@ -47,7 +50,8 @@ _OP_CODES = {
     "tokenize": {Code.OVERLOADED},
     "checkpoint": set(),
 }
-_OVERLOADABLE = {"pin", "forget", "load", "unload", "tokenize", "checkpoint", "unpin"}
+_OF_OPERATORS = ("load", "unload", "checkpoint")
+"""What a tenant's client is refused."""
 
 
 class BreachError(Exception):
@@ -69,6 +73,14 @@ class Exchange:
     num_messages: int = 0
     num_tokens: dict[int, int] = field(default_factory=dict)
     is_aborted: bool = False
+    may_be_duplicate: bool = False
+    """It was sent twice, and the second one may have come after its end."""
+
+    def forget(self) -> None:
+        """Be as if it had not been sent yet: its first run failed in a way that lets its id be sent again, and it was."""
+        self.terminal, self.num_messages = None, 0
+        self.num_tokens.clear()
+        self.answer = Answer(max(1, self.message.n), stream=True, prompt_logprobs=self.message.prompt_logprobs is not None)
 
     @property
     def token_ids(self) -> dict[int, tuple[int, ...]]:
@@ -87,12 +99,14 @@ class Operation:
 class WireCrowd:
     """Peers of one daemon, for as long as it lives."""
 
-    def __init__(self, endpoint: str, *, num_peers: int = 3, seed: int = 0) -> None:
+    def __init__(self, endpoint: str, *, tenants: TwoTenants | None = None, num_peers: int = 3, seed: int = 0) -> None:
+        """With ``tenants`` the first two peers are theirs."""
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._numbers = itertools.count(1)
         self._seed = seed
+        self._has_tenants = tenants is not None
         self.exchanges: dict[bytes, Exchange] = {}
         """Of all crowds: a message about one that is over is a breach whenever it comes."""
         self.operations: dict[bytes, Operation] = {}
@@ -103,7 +117,10 @@ class WireCrowd:
             socket.setsockopt(zmq.ROUTING_ID, b"r" + seed.to_bytes(8, "little") + number.to_bytes(8, "little"))
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 100_000)
-            socket.connect(endpoint)
+            if tenants is not None and number < 2:
+                tenants.connect(socket, number)
+            else:
+                socket.connect(endpoint)
             self._sockets.append(socket)
             self._poller.register(socket, zmq.POLLIN)
             socket.send_multipart(codec.encode(Hello(client="crowd")))
@@ -111,27 +128,51 @@ class WireCrowd:
     def close(self) -> None:
         self._context.destroy(linger=0)
 
-    def run(self, items: list[Ask | Op], *, timeout_s: float) -> tuple[list[Exchange], list[Operation]]:
+    def run(self, items: Sequence[Ask | Op], *, timeout_s: float) -> list[Exchange]:
         """Send them all, and read until each has ended.
 
         Raises:
             BreachError: a message that must not come, or one that does not come in time.
         """
-        exchanges, operations = [], []
+        calls = self._begin(items)
+        until_s = time.monotonic() + timeout_s
+        while self._events or any(call.terminal is None for call in calls):
+            self._turn(until_s)
+            if time.monotonic() > until_s:
+                open_calls = [call for call in calls if call.terminal is None]
+                raise BreachError(f"{len(open_calls)} without an end after {timeout_s:.0f} s: {open_calls}")
+            if not self._events and all(call.terminal is not None for call in calls):
+                self._settle(until_s)  # what was sent twice may run again
+        return [call for call in calls if isinstance(call, Exchange)]
+
+    def leave(self, items: Sequence[Ask | Op], *, after_s: float) -> None:
+        """Send them all, and be gone in the middle of the answers."""
+        self._begin(items)
+        self.read_for(after_s)
+        self.close()
+
+    def read_for(self, seconds: float) -> None:
+        """Go on for so long, whatever comes."""
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            self._turn(until_s)
+
+    def run_to_the_end(self, items: Sequence[Ask | Op], end: Callable[[], None], *, after_s: float, rest_s: float) -> list[Exchange]:
+        """Send them all, have the daemon end in the middle, and read what it still says."""
+        calls = self._begin(items)
+        self.read_for(after_s)
+        end()
+        self.read_for(rest_s)
+        return [call for call in calls if isinstance(call, Exchange)]
+
+    def _begin(self, items: Sequence[Ask | Op]) -> list[Exchange | Operation]:
+        calls: list[Exchange | Operation] = []
         at_s = time.monotonic()
         for item in items:
             at_s += item.pause_ms / 1000
-            call = self._exchange(item) if isinstance(item, Ask) else self._operation(item)
-            (exchanges if isinstance(call, Exchange) else operations).append(call)
-            self._at(at_s, self._send, call)
-        until_s = time.monotonic() + timeout_s
-        while any(call.terminal is None for call in (*exchanges, *operations)):
-            if time.monotonic() > until_s:
-                open_calls = [call for call in (*exchanges, *operations) if call.terminal is None]
-                raise BreachError(f"{len(open_calls)} without an end after {timeout_s:.0f} s: {open_calls}")
-            self._turn(until_s)
-        self._settle(until_s)
-        return exchanges, operations
+            calls.append(self._exchange(item) if isinstance(item, Ask) else self._operation(item))
+            self._at(at_s, self._send, calls[-1])
+        return calls
 
     # ---------------------------------------------------------------------------------------- sending
 
@@ -177,10 +218,16 @@ class WireCrowd:
             self._socket(call.op.peer).send_multipart(call.frames)
             return
         self._socket(call.ask.peer).send_multipart(call.frames)
+        if call.ask.is_sent_twice:
+            self._at(time.monotonic() + TWICE_S, self._send_again, call)
         if call.ask.abort_after == 0:
             self._abort(call)
         elif call.ask.reader == "gone":
             self._at(time.monotonic() + 0.15, self._abort_if_open, call)
+
+    def _send_again(self, exchange: Exchange) -> None:
+        exchange.may_be_duplicate = True
+        self._socket(exchange.ask.peer).send_multipart(exchange.frames)
 
     def _abort(self, exchange: Exchange) -> None:
         exchange.is_aborted = True
@@ -245,7 +292,9 @@ class WireCrowd:
         if operation is None or operation.terminal is not None:
             raise BreachError(f"{message} for {operation}")
         operation.terminal = message
-        if isinstance(message, Failed) and message.code not in _OP_CODES[operation.op.kind] | {Code.OVERLOADED}:
+        is_refused = self._has_tenants and operation.op.peer < 2 and operation.op.kind in _OF_OPERATORS
+        may = {Code.BAD_REQUEST} if is_refused else _OP_CODES[operation.op.kind] | {Code.OVERLOADED}
+        if message.code not in may if isinstance(message, Failed) else is_refused:
             raise BreachError(f"{operation.op} failed with {message}")
         operation.data = codec.unpack_body(bodies[0]) if bodies else None
 
@@ -253,6 +302,12 @@ class WireCrowd:
         exchange = self.exchanges.get(message.request_id)
         if exchange is None:
             raise BreachError(f"about nobody's request: {message}")
+        if isinstance(message, Failed) and message.code == Code.DUPLICATE and exchange.may_be_duplicate and exchange.terminal is not None:
+            exchange.may_be_duplicate = False
+            return
+        if exchange.terminal is not None and exchange.may_be_duplicate and _may_be_asked_again(exchange.terminal):
+            exchange.may_be_duplicate = False
+            exchange.forget()
         if exchange.terminal is not None:
             raise BreachError(f"{message} after the end {exchange.terminal} of {exchange.ask}")
         exchange.num_messages += 1
@@ -289,6 +344,11 @@ class WireCrowd:
                     self._grant((exchange, num_new))
                 case "slow":
                     self._at(time.monotonic() + SLOW_S, self._grant, (exchange, num_new))
+
+
+def _may_be_asked_again(terminal: Finished | Failed) -> bool:
+    """Whether its id may be sent again: what was refused is judged again, and what failed retryably is run again."""
+    return isinstance(terminal, Failed)
 
 
 def unset(value: Any) -> Any:
