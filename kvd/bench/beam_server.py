@@ -21,7 +21,7 @@ _POLL_S = 0.02
 class BeamServer(KvdServer):
     """``beams``: each request is a beam search over ``width`` beams, of which the best is answered. ``samples``: it has ``width`` answers drawn at temperature 1.
 
-    Each request has a salt of its own, so that what is shared is shared by the sequences of one request.
+    Each request has a salt of its own, so that what is shared is shared by the sequences of one request, whatever was asked of the daemon before.
     """
 
     def __init__(self, endpoint: str, way: Way, width: int, *, timeout_s: float = 600.0) -> None:
@@ -40,7 +40,11 @@ class BeamServer(KvdServer):
         if self._poller is None or self._poller.done():
             self._poller = asyncio.create_task(self._poll())
         answer = Answer(time.perf_counter())
-        options: GenerateOptions = {"max_tokens": ask.max_tokens, "ignore_eos": True, "cache_salt": next(self._salts).to_bytes(8, "little")}
+        options: GenerateOptions = {
+            "max_tokens": ask.max_tokens,
+            "ignore_eos": True,
+            "cache_salt": f"{self._way}-{self._width}-{next(self._salts)}",
+        }
         if self._way == "beams":
             options["beam_width"] = self._width
         else:

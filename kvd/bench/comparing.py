@@ -12,6 +12,8 @@ from kvd.bench.results import Result
 
 MAX_APART_S = 3600.0
 """Samples of one round that lie further apart are no pair: a target that was added to a result later met another machine, in all that changes by the hour."""
+_UNEVEN = frozenset({"multi-turn", "arriving"})
+"""What is asked depends on the answers there, or on how many of them came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +53,29 @@ def best(result: Result, key: str, metric: str, targets: Sequence[str]) -> str |
 
 
 def all_comparisons(result: Result) -> Iterator[Comparison]:
-    """Each other target against the first, in every figure of every point."""
-    if not result.targets:
-        return
-    first, *others = result.targets
+    """Each other target of a point against the point's baseline, in every figure."""
     for key in result.point_keys():
+        first, *others = result.targets_of(key)
         metrics = result.metrics_of(key)
         for other in others:
             for metric in metrics:
                 if metric in METRICS and (found := compare(result, key, metric, other, first)):
                     yield found
+
+
+def differing_answers(result: Result) -> list[str]:
+    """Points of speculation whose targets answered differently: that is not the same work, token for token."""
+    lines = []
+    for key in result.point_keys():
+        texts: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
+        for each in result.samples:
+            if each["key"] == key and each["point"]["scenario"] in {"repetitive", "random"}:
+                found = tuple(request["text_crc32"] for request in each["requests"])
+                texts.setdefault((each["round"], each["repeat"]), {})[each["target"]] = found
+        differ = [place for place, by_target in texts.items() if len(set(by_target.values())) > 1]
+        if differ:
+            lines.append(f"{key}: the targets answered differently in {len(differ)} of {len(texts)} measurements")
+    return lines
 
 
 def uneven_prompts(result: Result) -> list[str]:
@@ -73,7 +88,7 @@ def uneven_prompts(result: Result) -> list[str]:
             if each["key"] == key
             and each["round"] == 0
             and each["repeat"] == 0
-            and each["point"]["scenario"] != "multi-turn"
+            and each["point"]["scenario"] not in _UNEVEN
             and "n" not in each["point"]
         }
         if len(set(counts.values())) > 1:

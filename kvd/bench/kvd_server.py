@@ -6,10 +6,13 @@ import socket
 import struct
 import time
 from pathlib import Path
+from typing import Unpack
 
+import msgspec
 from kvd_client import AsyncClient
 from kvd_client.endpoints import default_endpoint
 from kvd_client.errors import KvdError
+from kvd_client.requests import GenerateOptions
 
 from kvd.bench.measuring import Answer, Ask, BenchError
 from kvd.bench.prompts import Messages
@@ -41,19 +44,22 @@ class KvdServer:
 
     async def ask(self, ask: Ask) -> Answer:
         """See ``Server``."""
-        return await self._stream(ask, b"")
+        return await self._stream(ask)
 
-    async def _stream(self, ask: Ask, cache_salt: bytes) -> Answer:
+    async def _stream(self, ask: Ask, **more: Unpack[GenerateOptions]) -> Answer:
+        """With further options of the client."""
+        options: GenerateOptions = {"max_tokens": ask.max_tokens, "n": ask.n, "ignore_eos": True, **more}
+        if ask.seed is None:
+            options["temperature"] = 0.0
+        else:
+            options["temperature"], options["seed"] = 1.0, ask.seed
         answer = Answer(time.perf_counter())
         texts: list[str] = []
         try:
-            stream = await self._client.chat(
-                ask.messages, stream=True, max_tokens=ask.max_tokens, n=ask.n, temperature=0.0, ignore_eos=True, cache_salt=cache_salt
-            )
+            stream = await self._client.chat(ask.messages, stream=True, **options)
             async for chunk in stream:
                 if chunk.token_ids:
-                    answer.arrivals.append(time.perf_counter())
-                    answer.pieces.append(len(chunk.token_ids))
+                    answer.took(ask, len(chunk.token_ids))
                 texts.append(chunk.text)
         except KvdError as error:
             raise BenchError(f"{self.url}: {error}", kind="unavailable" if error.retryable else "refused") from error
@@ -62,6 +68,8 @@ class KvdServer:
         answer.text = "".join(texts)
         answer.prompt_tokens, answer.completion_tokens = usage.prompt_tokens, usage.completion_tokens
         answer.cached_tokens, answer.restored_tokens = usage.cached_tokens, usage.restored_tokens
+        if usage.drafted_tokens is not msgspec.UNSET and usage.accepted_tokens is not msgspec.UNSET:
+            answer.drafted_tokens, answer.accepted_tokens = usage.drafted_tokens, usage.accepted_tokens
         return answer
 
     async def is_ready(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+import zlib
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,18 +28,24 @@ class OtherRunError(BenchError):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request, greedy and without an early end: ``max_tokens`` come out of it for each of ``n`` answers."""
+    """One request without an early end: ``max_tokens`` come out of it for each of ``n`` answers. Greedy, or drawn at temperature 1 by a ``seed``.
+
+    ``began`` is set as soon as the answer's first token is here.
+    """
 
     messages: Messages
     max_tokens: int
     n: int = 1
+    seed: int | None = None
+    began: asyncio.Event | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
 class Answer:
     """One request as its client saw it. Times are seconds of ``time.perf_counter``.
 
-    ``arrivals`` has the time of each piece, ``pieces`` the tokens in it (where the target doesn't say: one). ``restored_tokens`` is None where the target knows no such thing.
+    ``arrivals`` has the time of each piece, ``pieces`` the tokens in it (where the target doesn't say: one). ``restored_tokens`` is None where the target knows no such thing,
+    ``drafted_tokens`` and, of these, ``accepted_tokens`` where it doesn't tell or drafted nothing.
     """
 
     asked_s: float
@@ -48,6 +57,15 @@ class Answer:
     completion_tokens: int = 0
     cached_tokens: int | None = None
     restored_tokens: int | None = None
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
+
+    def took(self, ask: Ask, num_tokens: int) -> None:
+        """A piece is here, of so many tokens."""
+        self.arrivals.append(time.perf_counter())
+        self.pieces.append(num_tokens)
+        if ask.began is not None:
+            ask.began.set()
 
     @property
     def ttft_s(self) -> float:
@@ -73,6 +91,9 @@ class Answer:
             "cached_tokens": self.cached_tokens,
             "restored_tokens": self.restored_tokens,
             "completion_tokens": self.completion_tokens,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "text_crc32": zlib.crc32(self.text.encode()),
         }
 
 

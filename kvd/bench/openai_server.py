@@ -43,7 +43,7 @@ class OpenAiServer:
             "model": await self._model_name(),
             "messages": ask.messages,
             "max_tokens": ask.max_tokens,
-            "temperature": 0,
+            "temperature": 0 if ask.seed is None else 1,
             "n": ask.n,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -51,6 +51,8 @@ class OpenAiServer:
         }
         if ask.n == 1:
             del body["n"]
+        if ask.seed is not None:
+            body["seed"] = ask.seed
         exchange = Exchange(self._base, self._timeout_s)
         answer = Answer(time.perf_counter())
         texts: list[str] = []
@@ -59,7 +61,7 @@ class OpenAiServer:
             if status != _OK:
                 raise BenchError(f"{self.url} answered {status}: {await exchange.error_text()}", kind="refused")
             async for event in exchange.events():
-                self._take(event, answer, texts)
+                self._take(event, ask, answer, texts)
         finally:
             await exchange.close()
         answer.ended_s = time.perf_counter()
@@ -69,20 +71,22 @@ class OpenAiServer:
             raise BenchError(f"{self.url} tells no token counts: it must know stream_options.include_usage", kind="refused")
         return answer
 
-    def _take(self, event: dict[str, Any], answer: Answer, texts: list[str]) -> None:
+    def _take(self, event: dict[str, Any], ask: Ask, answer: Answer, texts: list[str]) -> None:
         if event.get("error"):
             raise BenchError(f"{self.url} failed in the middle of an answer: {event['error']}")
         if usage := event.get("usage"):
             answer.prompt_tokens = usage.get("prompt_tokens") or 0
             answer.completion_tokens = usage.get("completion_tokens") or 0
             answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            details = usage.get("completion_tokens_details") or {}
+            answer.accepted_tokens, rejected = (details.get(f"{which}_prediction_tokens") for which in ("accepted", "rejected"))
+            answer.drafted_tokens = None if answer.accepted_tokens is None else answer.accepted_tokens + (rejected or 0)
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             text = (delta.get("content") or "") + (delta.get("reasoning_content") or "")
             # A piece without text is a token whose character is not complete; before the first text it is only the announcement of the role.
             if text or (answer.arrivals and not choice.get("finish_reason")):
-                answer.arrivals.append(time.perf_counter())
-                answer.pieces.append(1)
+                answer.took(ask, 1)
                 texts.append(text)
 
     async def _model_name(self) -> str:

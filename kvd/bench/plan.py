@@ -49,6 +49,11 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "blocks_saved": Metric("of the blocks"),
         "peak_memory_gib": Metric("GiB", is_rate=False),
         "late_s": Metric("s", is_rate=False),
+        "acceptance": Metric("of the drafted tokens"),
+        "from_drafts": Metric("of the output tokens"),
+        "gap_max_s": Metric("s", is_rate=False),
+        "quiet_gap_p99_s": Metric("s", is_rate=False),
+        "beside_tokens_per_s": Metric("tokens/s"),
     }
 )
 
@@ -61,7 +66,7 @@ class Point:
         prompt_tokens: of a prompt, or of the prefix that prompts share.
         output_tokens: of each answer.
         concurrency: requests under way at once; for ``trace`` no bound.
-        requests: in all (``multi-turn``: users are ``concurrency``).
+        requests: in all (``multi-turn``: users are ``concurrency``; ``arriving``: long prompts, beside ``concurrency`` streams).
         turns: of each conversation.
         primed: whether one earlier request has brought the shared prefix into the cache.
         n: answers of each request.
@@ -99,11 +104,18 @@ HEADLINE: Mapping[str, str] = MappingProxyType(
         "prefix-hit": "hit_ttft_s",
         "mixed": "output_tokens_per_s",
         "multi-turn": "second_turn_ttft_s",
+        "repetitive": "output_tokens_per_s",
+        "random": "output_tokens_per_s",
+        "arriving": "gap_p99_s",
         "restart": "first_token_s",
         "trace": "ttft_s",
     }
 )
 """Every scenario, and the figure that it is run for."""
+
+
+FEWEST_STREAMS = 4
+"""Answers of a measurement of ``repetitive``, which has four kinds of tasks, and ``random``, at least."""
 
 
 def expand(
@@ -146,6 +158,10 @@ def expand(
                 ]
             case "multi-turn":
                 points += [Point(scenario, size, output_tokens, width, turns=turns) for size in prefix_tokens for width in concurrency]
+            case "repetitive" | "random":
+                points += [Point(scenario, 0, output_tokens * 2, width, width * math.ceil(FEWEST_STREAMS / width)) for width in concurrency]
+            case "arriving":
+                points += [Point(scenario, size, output_tokens * 4, width, 3) for size in prompt_tokens for width in concurrency]
             case "restart":
                 points += [Point(scenario, size, min(output_tokens, 16), 1, 3) for size in prefix_tokens]
             case "trace":

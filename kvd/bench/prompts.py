@@ -75,6 +75,29 @@ def story(seed: str) -> str:
     return f"Tell a story about {choose.choice(_SUBJECTS)} and {choose.choice(_OBJECTS)}, number {choose.randrange(1_000_000)}."
 
 
+def repetition(seed: str, kind: int, num_sentences: int) -> str:
+    """A request whose answer repeats most of it. There are four kinds: a copy, a copy with a word replaced, a list as JSON, a log that goes on.
+
+    Two seeds differ from the first words on.
+    """
+    choose = random.Random(f"repetition {seed}")  # noqa: S311
+    tag = f"{choose.randrange(1_000_000):06}"
+    facts = [tuple(map(choose.choice, (_SUBJECTS, _DUTIES, _OBJECTS, _TIMES))) for _ in range(num_sentences)]
+    text = " ".join(f"{who.capitalize()} {duty} {what} {when}." for who, duty, what, when in facts)
+    match kind % 4:
+        case 0:
+            return f"{tag}: repeat this text word for word:\n\n{text}"
+        case 1:
+            return f"{tag}: write this text again with the word 'file' in place of 'order', and change nothing else:\n\n{text}"
+        case 2:
+            entries = "\n".join(f"- {who}: {what}, {when}" for who, _, what, when in facts)
+            return f'{tag}: write each line as {{"who": "…", "what": "…", "when": "…"}}:\n\n{entries}'
+        case _:
+            times = (f"{8 + number // 60:02}:{number % 60:02}" for number in range(num_sentences))
+            lines = "\n".join(f"{time} INFO service={tag} action='{what}'" for time, (_, _, what, _) in zip(times, facts, strict=True))
+            return f"{tag}: continue this log with the same actions again:\n\n{lines}"
+
+
 def chat(system: str, user: str) -> Messages:
     """A system prompt and a user's first turn."""
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]

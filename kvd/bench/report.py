@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import math
-import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvd.bench.comparing import all_comparisons, best, compare, uneven_prompts, untold_hits
+from kvd.bench.comparing import all_comparisons, best, compare
 from kvd.bench.plan import HEADLINE, METRICS
 from kvd.bench.ratios import Ratio
 from kvd.bench.results import Result
+from kvd.bench.tables import FOLDERS, aligned, all_figures, bounds, cell, cost_rows, figure, interval, notes, period, started, starts
 
 _HOW_TO = (
     "`make bench` measures kvd alone and writes this page; `make bench PEERS=\"--peer NAME=URL --server-command NAME='COMMAND' …\"` with peers in the same run. On a quiet machine:",
     "one busy neighbour halves everything on two cores, and `other processes' cores` below tells of one. `kvd bench run` measures single scenarios against any server;",
     "[operations.md](operations.md#benchmarks) describes it, its figures and its file.",
 )
-# A page is for every reader: of commands and errors the folders of the machine that measured are left out.
-_FOLDERS = re.compile(r"(?<![\w:])/(?:[\w.@+-]+/)+")
 PEAK_MEMORY = "peak_memory_gib"
 """A claim's metric that is no figure of a point: the most RssAnon + RssShmem that a target was seen with, while it started and under load."""
 
@@ -81,32 +78,33 @@ def text_tables(result: Result) -> str:
     for key in result.point_keys():
         targets = result.targets_of(key)
         metrics = result.metrics_of(key)
-        rows = [("", *targets), *((metric, *(_cell(result, key, name, metric) for name in targets)) for metric in metrics)]
-        rows += _cost_rows(result, key, targets)
-        lines += ["", key, *_aligned(rows)]
+        rows = [("", *targets), *((metric, *(cell(result, key, name, metric) for name in targets)) for metric in metrics)]
+        rows += cost_rows(result, key, targets)
+        lines += ["", key, *aligned(rows)]
     comparisons = list(all_comparisons(result))
     if comparisons:
-        first = next(iter(result.targets))
-        rows = [("point", "figure", "target", "ratio", "from", "to", "pairs")]
+        baselines = list(dict.fromkeys(each.theirs for each in comparisons))
+        rows = [("point", "figure", "target", "against", "ratio", "from", "to", "pairs")]
         rows += [
             (
                 each.key,
                 each.metric,
                 each.ours,
+                each.theirs,
                 f"{each.ratio.mean:.3f}",
-                *_bounds(each.ratio),
+                *bounds(each.ratio),
                 str(each.ratio.num_pairs),
             )
             for each in comparisons
-            if each.metric == HEADLINE[each.key.split(" ")[0]] or each.metric in {"ttft_s", "ready_s"}
+            if each.metric == HEADLINE[each.key.split(" ")[0]] or each.metric in {"ttft_s", "ready_s", "long_ttft_s"}
         ]
         lines += [
             "",
-            f"Times better than {first} (above 1: better, for rates and for times), median of one pair a round with its 95 % interval (of fewer than six: their range):",
-            *_aligned(rows),
+            f"Times better than {' or '.join(baselines)} (above 1: better, for rates and for times), median of one pair a round with its 95 % interval (of fewer than six: their range):",
+            *aligned(rows),
         ]
-    notes = _notes(result)
-    return "\n".join([*lines, *(["", *(f"note: {note}" for note in notes)] if notes else [])]).lstrip("\n")
+    said = notes(result)
+    return "\n".join([*lines, *(["", *(f"note: {note}" for note in said)] if said else [])]).lstrip("\n")
 
 
 def comparison_dicts(result: Result) -> list[dict[str, Any]]:
@@ -138,7 +136,7 @@ def page(result: Result, sections: Mapping[str, Sequence[Claim]], *, command: st
         "",
         f"Written by `{command}` from its own JSON; nothing here is typed by hand. Figures of one machine: compare ratios, not absolute figures.",
         "",
-        f"* measured: {_period(result)}; load before the run: {facts['load_before']}; {rounds} interleaved rounds, one server alive at a time",
+        f"* measured: {period(result)}; load before the run: {facts['load_before']}; {rounds} interleaved rounds, one server alive at a time",
         f"* machine: {facts['machine']}",
         f"* kvd: commit {facts['commit'] or 'unknown'} (`+`: changed since), build {facts['build']}; the same for every figure",
         "* times better: the median of one pair a round (the median of its repeats; above 1: kvd is better, for rates and for times), with the bootstrap's 95 % interval;",
@@ -146,7 +144,7 @@ def page(result: Result, sections: Mapping[str, Sequence[Claim]], *, command: st
         "",
         "| target | what it is | started by |",
         "|---|---|---|",
-        *(f"| {name} | {target['version']} | {_started(target)} |" for name, target in result.targets.items()),
+        *(f"| {name} | {target['version']} | {started(target)} |" for name, target in result.targets.items()),
         "",
     ]
     for heading, rows in judged.items():
@@ -155,20 +153,20 @@ def page(result: Result, sections: Mapping[str, Sequence[Claim]], *, command: st
     lines += ["## Where kvd is behind", ""]
     for heading, rows in judged.items():
         lines += [f"{heading}:", "", *_behind(rows), ""]
-    lines += ["## How to measure", "", *_HOW_TO, "", "## All figures", "", *_starts(result), *_all_figures(result)]
-    if notes := _notes(result):
-        lines += ["## Notes", "", *(f"* {_FOLDERS.sub('', note)[:400]}" for note in notes)]
+    lines += ["## How to measure", "", *_HOW_TO, "", "## All figures", "", *starts(result), *all_figures(result)]
+    if said := notes(result):
+        lines += ["## Notes", "", *(f"* {FOLDERS.sub('', note)[:400]}" for note in said)]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _claim_row(judged: Judged) -> str:
     claim, unit = judged.claim, METRICS[judged.claim.metric].unit
-    ours = "not measured" if judged.our_median is None else f"{_figure(judged.our_median)} {unit}"
+    ours = "not measured" if judged.our_median is None else f"{figure(judged.our_median)} {unit}"
     if claim.bound is not None:
         return f"| {claim.text} | {ours} | | | at most {claim.bound:g} {unit} | {_mark(judged.holds)} |"
     where = f"own {claim.against}" if claim.against else (judged.peer or "none measured")
-    theirs = where if judged.their_median is None else f"{_figure(judged.their_median)} ({where})"
-    ratio = "" if judged.ratio is None else f"{judged.ratio.mean:.2f} ({_interval(judged.ratio)})"
+    theirs = where if judged.their_median is None else f"{figure(judged.their_median)} ({where})"
+    ratio = "" if judged.ratio is None else f"{judged.ratio.mean:.2f} ({interval(judged.ratio)})"
     wanted = "measured only" if claim.least is None else f"at least {claim.least:.2f}"
     return f"| {claim.text} | {ours} | {theirs} | {ratio} | {wanted} | {_mark(judged.holds)} |"
 
@@ -191,108 +189,7 @@ def _reached(judged: Judged) -> str:
     claim = judged.claim
     if judged.ratio is not None:
         return f"{judged.ratio.mean:.2f} of the wanted {claim.least:.2f}"
-    return f"{_figure(judged.our_median or 0.0)} {METRICS[claim.metric].unit} where at most {claim.bound:g} were wanted"
-
-
-def _started(target: Mapping[str, Any]) -> str:
-    command = _FOLDERS.sub("", target["command"]).replace("|", "\\|")
-    return f"`{command}`" if command else "others"
-
-
-def _period(result: Result) -> str:
-    """From the first to the last measurement, UTC."""
-    times = [each["at_unix_s"] for each in result.samples]
-    if not times:
-        return str(result.facts["date"])
-    first, last = (dt.datetime.fromtimestamp(at_s, dt.UTC) for at_s in (min(times), max(times)))
-    return (
-        f"{first:%Y-%m-%d %H:%M} to {last:%H:%M} UTC"
-        if first.date() == last.date()
-        else f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC"
-    )
-
-
-def _starts(result: Result) -> list[str]:
-    """Exec to ready of the servers that the benchmark started, on an empty state, and their memory until then."""
-    starts = result.facts.get("starts", [])
-    names = [name for name in result.targets if any(each["target"] == name for each in starts)]
-    if not names:
-        return []
-    lines = ["### start on an empty state", "", f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-    for label, key, scale in (("exec to ready, s", "ready_s", 1.0), ("peak RssAnon + RssShmem, MiB", "peak_unshared_bytes", 2.0**-20)):
-        medians = [_figure(scale * statistics.median(each[key] for each in starts if each["target"] == name)) for name in names]
-        lines.append(f"| {label} | {' | '.join(medians)} |")
-    return [*lines, ""]
-
-
-def _all_figures(result: Result) -> Iterator[str]:
-    for key in result.point_keys():
-        targets = result.targets_of(key)
-        metrics = result.metrics_of(key)
-        yield f"### {key}"
-        yield ""
-        yield f"| | {' | '.join(targets)} |"
-        yield f"|---|{'---|' * len(targets)}"
-        for metric in metrics:
-            unit = METRICS[metric].unit if metric in METRICS else ""
-            yield f"| {metric.replace('_', ' ')}, {unit} | {' | '.join(_cell(result, key, name, metric) for name in targets)} |"
-        for row in _cost_rows(result, key, targets):
-            yield f"| {' | '.join(row)} |"
-        yield ""
-
-
-def _notes(result: Result) -> list[str]:
-    """What a reader must know besides the figures."""
-    notes = [*result.warnings(), *untold_hits(result), *uneven_prompts(result)]
-    notes += [
-        f"{each['target']}, {each['key']}, round {each['round'] + 1}, repeat {each['repeat'] + 1}: failed: {each['error']}"
-        for each in result.failures
-    ]
-    if result.recovered:
-        names = ", ".join(sorted({each["target"] for each in result.recovered}))
-        notes.append(f"{len(result.recovered)} measurements failed and succeeded when the run was gone on with ({names})")
-    return notes
-
-
-def _cost_rows(result: Result, key: str, targets: Sequence[str]) -> list[tuple[str, ...]]:
-    """What the machine spent: the driver's processor time per second, what else ran, and the server's memory."""
-    names = ("driver's cores", "other processes' cores", "resident, MiB (unshared)")
-    return [(name, *(_cost(result, key, target, name) for target in targets)) for name in names]
-
-
-def _cost(result: Result, key: str, target: str, name: str) -> str:
-    samples = [each for each in result.samples if each["key"] == key and each["target"] == target]
-    if name == "driver's cores":
-        values = [each["driver_cpu_s"] / each["wall_s"] for each in samples if each["wall_s"]]
-    elif name == "other processes' cores":
-        values = [each["other_cores"] for each in samples if each["other_cores"] is not None]
-    else:
-        values = [each["resident_bytes"]["unshared"] / 2**20 for each in samples if each["resident_bytes"]]
-        return f"{max(values):.0f}" if values else "-"
-    return f"{statistics.median(values):.2f}" if values else "-"
-
-
-def _cell(result: Result, key: str, target: str, metric: str) -> str:
-    values = list(result.values(key, target, metric).values())
-    if not values:
-        return "-"
-    median = _figure(statistics.median(values))
-    return median if len(values) == 1 else f"{median} ({_figure(min(values))} to {_figure(max(values))})"
-
-
-def _figure(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _interval(ratio: Ratio) -> str:
-    return "one pair" if ratio.num_pairs < 2 else " to ".join(_bounds(ratio))
-
-
-def _bounds(ratio: Ratio) -> tuple[str, ...]:
-    """The ends of its interval; one pair alone has none."""
-    if ratio.num_pairs < 2:
-        return "-", "-"
-    return tuple(f"{value:.2f}" if math.isfinite(value) else "?" for value in (ratio.low, ratio.high))
+    return f"{figure(judged.our_median or 0.0)} {METRICS[claim.metric].unit} where at most {claim.bound:g} were wanted"
 
 
 def _finite(value: float) -> float | None:
@@ -301,8 +198,3 @@ def _finite(value: float) -> float | None:
 
 def _mark(holds: bool | None) -> str:
     return {True: "holds", False: "**misses**", None: ""}[holds]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -27,7 +27,7 @@ _POLL_S = 0.1
 
 @dataclass(slots=True)
 class Target:
-    """A server that is measured: how it is spoken to and, where the benchmark starts it, its process.
+    """A server that is measured: how it is spoken to and, where the benchmark starts it, its process. Targets that share one are ways of asking one server.
 
     ``command`` is how a result tells that it was started: without what is another at each run, such as a temporary folder.
     """
@@ -58,6 +58,9 @@ class Entry:
 
     def has(self, target: str, round_: int) -> bool:
         return (self.targets is None or target in self.targets) and (self.rounds is None or round_ < self.rounds)
+
+
+_Wanted = tuple[Target, Entry, Place]
 
 
 @dataclass(slots=True)
@@ -112,13 +115,13 @@ class Runner:
             visits = self._visits()
             if not visits:
                 self.progress.said("nothing is left to measure")
-            for target, places in visits:
-                await self._visit(target, places)
+            for visit in visits:
+                await self._visit(visit)
         return self.result
 
     # --------------------------------------------------------------------------------------------------------- order
 
-    def _wanted(self) -> Iterator[tuple[Target, Entry, Place]]:
+    def _wanted(self) -> Iterator[_Wanted]:
         done = self.result.places()
         for round_ in range(self.rounds):
             for target in self._order(round_):
@@ -132,25 +135,28 @@ class Runner:
         """Each target is as often early as late."""
         return [*self.targets] if round_ % 2 == 0 else [*reversed(self.targets)]
 
-    def _visits(self) -> list[tuple[Target, list[tuple[Entry, Place]]]]:
-        """Where servers are started one at a time, all of a target's points in a row; else the targets change after each measurement."""
-        wanted = list(self._wanted())
-        if all(target.launched is None for target in self.targets):
-            rank = {entry.point.key: number for number, entry in enumerate(self.entries)}
-            wanted.sort(key=lambda each: (each[2].round, rank[each[2].key], each[2].repeat))
-            return [(target, [(entry, place)]) for target, entry, place in wanted]
-        visits: dict[tuple[int, str], tuple[Target, list[tuple[Entry, Place]]]] = {}
-        for target, entry, place in wanted:
-            visits.setdefault((place.round, target.name), (target, []))[1].append((entry, place))
+    def _visits(self) -> list[list[_Wanted]]:
+        """Where servers are started one at a time, all points of a server in a row; targets on one server, or on servers that are there, change after each measurement."""
+        rank = {entry.point.key: number for number, entry in enumerate(self.entries)}
+        is_started = any(target.launched is not None for target in self.targets)
+        visits: dict[tuple[int, int | str], list[_Wanted]] = {}
+        for wanted in self._wanted():
+            launched = wanted[0].launched
+            server = id(launched) if launched is not None else wanted[0].name if is_started else ""
+            visits.setdefault((wanted[2].round, server), []).append(wanted)
+        for visit in visits.values():
+            visit.sort(key=lambda each: (rank[each[2].key], each[2].repeat))
         return list(visits.values())
 
     # ----------------------------------------------------------------------------------------------------- measuring
 
-    async def _visit(self, target: Target, places: Sequence[tuple[Entry, Place]]) -> None:
-        if target.launched is not None:
-            target.launched.visit = f"{target.name}-{places[0][1].round}-{time.time_ns()}"
+    async def _visit(self, visit: Sequence[_Wanted]) -> None:
+        """Measurements on one server, of one round."""
+        first, _, began = visit[0]
+        if first.launched is not None:
+            first.launched.visit = f"{first.name}-{began.round}-{time.time_ns()}"
         try:
-            for entry, place in places:
+            for target, entry, place in visit:
                 try:
                     await self._prepare(target)
                     await self._measure(target, entry.point, place)
@@ -160,8 +166,8 @@ class Runner:
                     self._fail(target, place, error)
                 self.progress.advanced(1)
         finally:
-            if target.launched is not None:
-                target.launched.kill()
+            if first.launched is not None:
+                first.launched.kill()
 
     async def _prepare(self, target: Target) -> None:
         """A server that answers, is warm, and whose sentences are counted."""
@@ -173,7 +179,8 @@ class Runner:
             ready_s = await launched.start(target.server)
             start = {"target": target.name, "ready_s": round(ready_s, 3), "peak_unshared_bytes": launched.peak_start_bytes}
             self.result.facts.setdefault("starts", []).append(start)
-            target.is_warm = False
+            for each in self.targets:
+                each.is_warm = each.is_warm and each.launched is not launched
         elif launched is None:
             await self._await_ready(target)
         if not target.is_warm:

@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 
 from kvd.bench import prompts
+from kvd.bench.arriving import arriving
 from kvd.bench.asking import Setting, coldest, gaps, hit_rate, median, short_warnings, together, ttfts, warm_warnings
+from kvd.bench.drafted import random, repetitive
 from kvd.bench.measuring import Answer, Ask, BenchError, Measured, Server
 from kvd.bench.prompts import Sizing
 
@@ -33,17 +35,8 @@ async def prefill(server: Server, setting: Setting) -> Measured:
 
 async def decode(server: Server, setting: Setting) -> Measured:
     """Tokens a second in the time after the last stream's first and before the first stream's last token."""
-    return await _decode(server, setting, prompts.story)
-
-
-async def repeat(server: Server, setting: Setting) -> Measured:
-    """As ``decode``, of answers that repeat their prompts: what is proposed ahead by looking it up is right there, if anywhere."""
-    return await _decode(server, setting, prompts.repetition)
-
-
-async def _decode(server: Server, setting: Setting, prompt: Callable[[str], str]) -> Measured:
     point = setting.point
-    asks = [Ask(prompts.alone(prompt(f"{setting.seed}/{number}")), point.output_tokens) for number in range(point.requests)]
+    asks = [Ask(prompts.alone(prompts.story(f"{setting.seed}/{number}")), point.output_tokens) for number in range(point.requests)]
     answers, _ = await together(server, asks, point.concurrency)
     if not all(each.arrivals for each in answers):
         raise BenchError("an answer came without any text: there is no moment in which all streams ran")
@@ -151,11 +144,13 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
     {
         "prefill": prefill,
         "decode": decode,
-        "repeat": repeat,
         "shared-prefix": shared_prefix,
         "prefix-hit": prefix_hit,
         "mixed": mixed,
         "multi-turn": multi_turn,
+        "repetitive": repetitive,
+        "random": random,
+        "arriving": arriving,
     }
 )
 """Those that only ask; ``restart`` and ``trace`` are run by modules of their own."""

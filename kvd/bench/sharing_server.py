@@ -37,8 +37,8 @@ class SharingServer(KvdServer):
             self._poller = asyncio.create_task(self._poll())
         try:
             if self._sharing == "copy-on-write" or ask.n == 1:
-                return await self._stream(ask, self._salt())
-            answers = await asyncio.gather(*(self._stream(replace(ask, n=1), self._salt()) for _ in range(ask.n)))
+                return await self._stream(ask, cache_salt=self._salt())
+            answers = await asyncio.gather(*(self._stream(replace(ask, n=1), cache_salt=self._salt()) for _ in range(ask.n)))
         finally:
             self._under_way -= 1
         return _as_one(answers)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +21,18 @@ if TYPE_CHECKING:
     from kvd.bench.measuring import Server
     from kvd.bench.results import Result
     from kvd.bench.running import Runner, Target
+    from kvd.bench.speculating_server import Mode
 
 _EXITS = {"unavailable": Exit.UNAVAILABLE, "refused": Exit.DATA, "output": Exit.CANNOT_CREATE, "failed": Exit.TEMPORARY}
 _READY_TIMEOUT_S = 600.0
 _FILE = click.Path(path_type=Path, dir_okay=False)
-_SCENARIOS = ("prefill", "decode", "shared-prefix", "prefix-hit", "mixed", "multi-turn", "restart", "trace")
+_SCENARIOS = (
+    *("prefill", "decode", "shared-prefix", "prefix-hit", "mixed", "multi-turn"),
+    *("repetitive", "random", "arriving", "restart", "trace"),
+)
+_SWEEPS = ("block-size", "head-dim", "sharing", "beam-width", "speculation", "inter-token")
+_PARTS = ("speculation", "inter-token", "beam-width")
+_MODES = ("off", "ngram", "auto", "draft")
 
 
 @contextmanager
@@ -52,6 +59,18 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, value: str | None) ->
     if not found or min(found) < 1:
         raise click.BadParameter(f"{value!r} is not a list of positive numbers such as 1,4,16")
     return found
+
+
+def _words(allowed: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
+    """Some of these words with commas between them."""
+
+    def read(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[str, ...]:
+        found = tuple(value.split(",")) if value else ()
+        if unknown := [each for each in found if each not in allowed]:
+            raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(allowed)}")
+        return found
+
+    return read
 
 
 def _named(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
@@ -85,10 +104,16 @@ def group() -> None:
     help="Requests under way at once; the sweep.",
 )
 @click.option(
-    "--prompt-tokens", callback=_numbers, metavar="N,N,…", default="1550", show_default=True, help="Prompt lengths of prefill and mixed."
+    "--prompt-tokens",
+    callback=_numbers,
+    metavar="N,N,…",
+    default="1550",
+    show_default=True,
+    help="Prompt lengths of prefill, mixed and arriving.",
 )
 @click.option("--prefix-tokens", callback=_numbers, metavar="N,N,…", default="1000", show_default=True, help="System prompt lengths of shared-prefix, prefix-hit, multi-turn and restart.")  # fmt: skip
-@click.option("--output-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Tokens of an answer; decode takes twice as many.")  # fmt: skip
+@click.option("--output-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Tokens of an answer; decode, repetitive and random take twice as many, the streams of arriving four times.")  # fmt: skip
+@click.option("--speculation", "modes", callback=_words(_MODES), metavar="MODE,MODE,…", default="", help="Measure the daemon of --connect in these modes in turns (off, ngram, auto, draft), the first one the baseline. [default: as it is set up]")  # fmt: skip
 @click.option("--requests", type=click.IntRange(min=1), default=16, show_default=True, help="Requests of shared-prefix, mixed and trace.")
 @click.option("--turns", type=click.IntRange(min=2), default=4, show_default=True, help="Turns of each conversation of multi-turn.")
 @click.option("--cold", is_flag=True, help="shared-prefix: no earlier request has brought the prefix into the cache.")
@@ -119,6 +144,9 @@ def run_command(*, connection: Connection, as_json: bool, plot_file: Path | None
     prefix-hit     one system prompt: its first question, then others one after another
     mixed          three chats for each long prompt, side by side
     multi-turn     conversations that grow, several users side by side
+    repetitive     as decode, of answers that repeat their prompts: what speculation brings
+    random         as decode, of answers drawn at temperature 1: what it costs
+    arriving       streams that decode while long prompts arrive: the gaps between their tokens
     restart        SIGKILL, a new start, and the first question on a known system prompt (needs --server-command)
     trace          arrivals, lengths and shared prefixes of a recorded hour (needs --trace)
     """  # noqa: D301  click's mark
@@ -161,6 +189,10 @@ def make_targets(connection: Connection, logs: Path, options: Mapping[str, Any])
     from kvd.bench.launching import Launched
     from kvd.bench.running import Target
 
+    if modes := options["modes"]:
+        if options["compared"] or options["commands"] or options["pids"]:
+            raise click.UsageError("--speculation is for the daemon of --connect: leave out --compare, --server-command and --pid")
+        return [_in_mode(mode, connection, options["timeout_s"]) for mode in dict.fromkeys(modes)]
     urls = options["compared"] or {"kvd": connection.endpoint or ""}
     commands, pids = options["commands"], options["pids"]
     if unknown := (commands.keys() | pids.keys()) - urls.keys():
@@ -178,6 +210,19 @@ def make_targets(connection: Connection, logs: Path, options: Mapping[str, Any])
     return targets
 
 
+def _in_mode(mode: Mode, connection: Connection, timeout_s: float) -> Target:
+    from kvd.bench.running import Target
+    from kvd.bench.speculating_server import SpeculatingServer
+
+    url = connection.endpoint or ""
+    return Target(mode, SpeculatingServer(url or None, mode, timeout_s=timeout_s, **_keys(url, connection)), url or "the default endpoint")
+
+
+def _keys(url: str, connection: Connection) -> dict[str, Any]:
+    """The keys of a tcp endpoint."""
+    return {} if url.startswith("ipc://") else {"server_key": connection.server_key, "client_key_file": connection.client_key_file}
+
+
 def server_at(url: str, connection: Connection, model: str, timeout_s: float) -> Server:
     """A client for an address: HTTP, or kvd's own protocol."""
     from kvd.bench.kvd_server import KvdServer
@@ -185,10 +230,7 @@ def server_at(url: str, connection: Connection, model: str, timeout_s: float) ->
 
     if url.startswith(("http://", "https://")):
         return OpenAiServer(url, model=model, timeout_s=timeout_s, api_key=os.environ.get("OPENAI_API_KEY", ""))
-    keys: dict[str, Any] = (
-        {} if url.startswith("ipc://") else {"server_key": connection.server_key, "client_key_file": connection.client_key_file}
-    )
-    return KvdServer(url or None, timeout_s=timeout_s, **keys)
+    return KvdServer(url or None, timeout_s=timeout_s, **_keys(url, connection))
 
 
 async def with_progress(runner: Runner) -> Result:
@@ -237,46 +279,77 @@ def read_results(files: Sequence[Path]) -> Result:
 @group.command("report")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=_FILE)
 @click.option("--plot", "plot_file", type=_FILE, metavar="FILE", help="Write an SVG of throughput and TTFT over concurrency.")
+@click.option("--page", "page_file", type=_FILE, metavar="FILE", help="Write the Markdown page of what `kvd bench generation` measured.")
 @json_option
-def report_command(*, files: tuple[Path, ...], plot_file: Path | None, as_json: bool) -> int:
+def report_command(*, files: tuple[Path, ...], plot_file: Path | None, page_file: Path | None, as_json: bool) -> int:
     """Print the tables of results that `kvd bench run --out` wrote, of several as one."""
     with bench_errors():
         result = read_results(files)
         _show(result, as_json=as_json)
         if plot_file is not None:
             write_plot(result, plot_file)
+        if page_file is not None:
+            write_page(result, page_file)
     return Exit.OK
 
 
+def write_page(result: Result, path: Path) -> None:
+    """The page about generation features."""
+    from kvd.bench.generation_page import generation_page
+
+    try:
+        path.write_text(generation_page(result), encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"the page can't be written: {error}", Exit.CANNOT_CREATE) from error
+
+
+def _served(command: Callable[..., int]) -> Callable[..., int]:
+    """The options of commands that start their own daemons."""
+    options = (
+        click.option("--model", default="", metavar="MODEL", help="As for `kvd serve`; head-dim has models of its own. [default: the default model]"),
+        click.option("--executor", default="torch", show_default=True, help="As for `kvd serve`."),
+        click.option("--kv-memory", default="512MiB", show_default=True, metavar="SIZE", help="As for `kvd serve`."),
+        click.option("--draft-model", default="", metavar="MODEL", help="speculation: as for `kvd serve`; with one the mode draft is measured too."),
+        click.option("--output-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Tokens of an answer; decode, repetitive and random take twice as many, the streams of arriving four times."),
+        click.option("--seed", type=int, default=0, show_default=True, help="Draws the prompts."),
+        click.option("--out", type=_FILE, metavar="FILE", help="Write the result as JSON after each measurement; a file that is there is gone on with."),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _serve_arguments(options: Mapping[str, Any]) -> tuple[str, ...]:
+    model = ("--model", options["model"]) if options["model"] else ()
+    return (*model, "--executor", options["executor"], "--kv-memory", options["kv_memory"])
+
+
 @group.command("sweep")
-@click.argument("kind", metavar="KIND", type=click.Choice(("block-size", "head-dim", "sharing", "beam-width")))
+@click.argument("kind", metavar="KIND", type=click.Choice(_SWEEPS))
 @click.option(
     "--values",
     callback=_numbers,
     metavar="N,N,…",
-    help="What is swept over. [default: 8,16,32,64 for block-size, 32,64,128 for head-dim, 2,4,6 for beam-width]",
+    help="What is swept over. [default: 8,16,32,64 for block-size, 32,64,128 for head-dim, 2,4,6 for beam-width, 1,8 for speculation, 200 for inter-token]",
 )
-@click.option("--model", default="", metavar="MODEL", help="As for `kvd serve`, for block-size and sharing. [default: the default model]")
-@click.option("--executor", default="torch", show_default=True, help="As for `kvd serve`.")
-@click.option("--kv-memory", default="512MiB", show_default=True, metavar="SIZE", help="As for `kvd serve`.")
-@click.option("--prefix-tokens", type=click.IntRange(min=1), default=1000, show_default=True, help="Prompt and prefix length.")
-@click.option("--output-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Tokens of an answer; decode takes twice as many.")  # fmt: skip
+@_served
+@click.option("--prefix-tokens", type=click.IntRange(min=1), help="Prompt and prefix length. [default: 1000; 4000 for inter-token]")
 @click.option("--width", type=click.IntRange(min=1), default=8, show_default=True, help="Streams at once; sharing: answers of each prompt.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Visits of each variant, in turns.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Draws the prompts.")
-@click.option(
-    "--out", type=_FILE, metavar="FILE", help="Write the result as JSON after each measurement; a file that is there is gone on with."
-)
 @json_option
 def sweep_command(*, kind: str, as_json: bool, **options: Any) -> int:
     """Start a daemon for each variant, in turns, and compare them.
 
     \b
-    block-size  positions in a block
-    head-dim    random models of the same size whose heads have other dimensions
-    sharing     several answers to one prompt: nothing shared, prefixes only, with copy-on-write
-    beam-width  beams, and as many samples: requests a second, and the blocks that sharing saves
+    block-size   positions in a block
+    head-dim     random models of the same size whose heads have other dimensions
+    sharing      several answers to one prompt: nothing shared, prefixes only, with copy-on-write
+    beam-width   beams, and as many samples, on one daemon: requests a second, and the blocks that sharing saves
+    speculation  its modes on one daemon, over answers that repeat their prompts and answers that don't; values: streams at once
+    inter-token  streams while long prompts arrive: whole prompts in a step, pieces, pieces by a bound; values: bounds in ms
     """  # noqa: D301  click's mark
+    if options["draft_model"] and kind != "speculation":
+        raise click.UsageError("--draft-model is for the sweep speculation")
     with bench_errors(), tempfile.TemporaryDirectory(prefix="kvd-sweep-") as root:
         _show(asyncio.run(_sweep(kind, Path(root), options)), as_json=as_json)
     return Exit.OK
@@ -285,11 +358,48 @@ def sweep_command(*, kind: str, as_json: bool, **options: Any) -> int:
 async def _sweep(kind: str, root: Path, options: Mapping[str, Any]) -> Result:
     from kvd.bench.results import open_result
     from kvd.bench.running import Runner
-    from kvd.bench.sweeps import DEFAULTS, Sweep
+    from kvd.bench.sweeps import KINDS, Sweep
 
-    model = ("--model", options["model"]) if options["model"] and kind != "head-dim" else ()
-    arguments = (*model, "--executor", options["executor"], "--kv-memory", options["kv_memory"])
-    sweep = Sweep(kind, options["values"] or DEFAULTS[kind], arguments, root)
-    entries = sweep.entries(prefix_tokens=options["prefix_tokens"], output_tokens=options["output_tokens"], width=options["width"])
-    runner = Runner(entries, sweep.targets(), options["rounds"], open_result(options["out"], options["seed"]), out=options["out"])
+    arguments = _serve_arguments({**options, "model": "" if kind == "head-dim" else options["model"]})
+    prefix_tokens = options["prefix_tokens"] or KINDS[kind].prefix_tokens
+    values = options["values"] or KINDS[kind].values
+    sweep = Sweep(kind, values, arguments, root, prefix_tokens, options["output_tokens"], options["width"], options["draft_model"])
+    runner = Runner(sweep.entries(), sweep.targets(), options["rounds"], open_result(options["out"], options["seed"]), out=options["out"])
+    return await with_progress(runner)
+
+
+@group.command("generation")
+@click.option("--parts", callback=_words(_PARTS), metavar="PART,PART,…", default=",".join(_PARTS), show_default=True, help="What is measured.")  # fmt: skip
+@_served
+@click.option("--arriving-tokens", type=click.IntRange(min=1), default=4000, show_default=True, help="Length of the prompts that arrive beside the streams.")  # fmt: skip
+@click.option("--streams", type=click.IntRange(min=1), default=8, show_default=True, help="Streams at once; speculation is measured with one besides.")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(min=1), default=4, show_default=True, help="Rounds of speculation; the other parts have half as many.")  # fmt: skip
+@click.option("--page", "page_file", type=_FILE, metavar="FILE", help="Write the Markdown page of the result.")
+@json_option
+def generation_command(*, page_file: Path | None, as_json: bool, **options: Any) -> int:
+    """Measure what the generation features bring, on daemons that it starts: three sweeps as one run, and a page of them.
+
+    \b
+    speculation  tokens a second by mode, over a repetitive and a random set of prompts; acceptance
+    inter-token  gaps of running streams while long prompts arrive, with and without a bound, and unchunked
+    beam-width   blocks that samples and beams save by sharing
+    """  # noqa: D301  click's mark
+    if options["draft_model"] and "speculation" not in options["parts"]:
+        raise click.UsageError("--draft-model is for the part speculation")
+    with bench_errors(), tempfile.TemporaryDirectory(prefix="kvd-generation-") as root:
+        result = asyncio.run(_generation(Path(root), options))
+        _show(result, as_json=as_json)
+        if page_file is not None:
+            write_page(result, page_file)
+    return Exit.OK
+
+
+async def _generation(root: Path, options: Mapping[str, Any]) -> Result:
+    from kvd.bench.generation import generation_plan
+    from kvd.bench.results import open_result
+    from kvd.bench.running import Runner
+
+    names = ("rounds", "arriving_tokens", "output_tokens", "streams", "draft_model")
+    targets, entries = generation_plan(options["parts"], _serve_arguments(options), root, **{name: options[name] for name in names})
+    runner = Runner(entries, targets, options["rounds"], open_result(options["out"], options["seed"]), out=options["out"])
     return await with_progress(runner)

@@ -38,8 +38,7 @@ class ScriptedServer:
         await asyncio.sleep(self._prompt_token_s * (len(words) - answer.cached_tokens))
         for _ in range(ask.max_tokens):
             await asyncio.sleep(self._token_s)
-            answer.arrivals.append(time.perf_counter())
-            answer.pieces.append(ask.n)
+            answer.took(ask, ask.n)
         answer.ended_s = time.perf_counter()
         answer.text = "word " * ask.max_tokens
         answer.completion_tokens = ask.max_tokens * ask.n

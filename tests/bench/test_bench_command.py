@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import signal
 import socket
@@ -21,10 +22,9 @@ pytestmark = pytest.mark.e2e
 SMALL = ["--output-tokens", "8", "--requests", "4", "--prefix-tokens", "300", "--prompt-tokens", "400", "--warmup", "1", "--rounds", "2"]
 
 
-def bench(*arguments, timeout=120):
-    return subprocess.run(
-        [sys.executable, "-m", "kvd", "bench", *map(str, arguments)], capture_output=True, text=True, timeout=timeout, check=False
-    )
+def bench(*arguments, timeout=120, env=None):
+    command = [sys.executable, "-m", "kvd", "bench", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env={**os.environ, **(env or {})})
 
 
 @contextlib.contextmanager
@@ -150,6 +150,50 @@ def test_beams_and_samples_are_compared_by_the_blocks_that_sharing_saves():
     assert 0.4 < saved["samples-4"] < saved["beams-4"] < 0.75
 
 
+def test_what_the_generation_features_bring_is_one_run_and_a_page(tmp_path):
+    out, page, again = tmp_path / "out.json", tmp_path / "page.md", tmp_path / "again.md"
+    # steps take some time, or no stream would run while a prompt arrives
+    sizes = ("--output-tokens", "12", "--arriving-tokens", "1200", "--streams", "2", "--rounds", "2")
+    done = bench(
+        *("generation", "--executor", "fake", "--kv-memory", "64MiB", *sizes, "--out", out, "--page", page, "--json"),
+        env={"KVD_FAKE_STEP_MS": "2"},
+    )
+    assert done.returncode == Exit.OK, done.stderr
+    found = json.loads(done.stdout)
+    assert found["failures"] == []
+    rounds = {target: {each["round"] for each in found["samples"] if each["target"] == target} for target in found["targets"]}
+    assert rounds == {
+        **{mode: {0, 1} for mode in ("off", "ngram", "auto")},
+        **{name: {0} for name in ("unchunked", "chunked", "bound-200")},
+        **{f"{way}-{width}": {0} for way in ("samples", "beams") for width in (2, 4, 6)},
+    }
+    assert (
+        len([each for each in found["starts"] if each["target"] in {"off", "auto"}]) == 2
+    )  # one daemon for all modes, a new one each round
+    speculated = [each for each in found["samples"] if each["point"]["scenario"] == "repetitive"]
+    assert {each["target"] for each in speculated if "acceptance" in each["metrics"]} <= {"ngram", "auto"}
+    assert all(each["metrics"]["hit_rate"] > 0.8 for each in speculated)
+    assert {each["baseline"] for each in found["ratios"]} == {"off", "unchunked", "samples-2"}
+    text = page.read_text()
+    assert "answered differently" not in text
+    for heading in ("## Speculation", "## Streams beside arriving prompts", "## Blocks that beams and samples save", "## All figures"):
+        assert heading in text
+    report = bench("report", out, "--page", again)
+    assert report.returncode == Exit.OK, report.stderr
+    assert again.read_text() == text
+
+
+def test_a_running_daemon_is_measured_in_the_modes_that_are_named(tmp_path):
+    with DaemonProcess(tmp_path) as daemon:
+        daemon.wait_ready()
+        run = ("run", "random", "--connect", daemon.endpoint, "--concurrency", "2", "--output-tokens", "8", "--rounds", "1")
+        done = bench(*run, "--speculation", "off,ngram", "--json")
+        assert done.returncode == Exit.OK, done.stderr
+        refused = bench(*run, "--speculation", "draft")
+    assert [each["target"] for each in json.loads(done.stdout)["samples"]] == ["off", "ngram"]
+    assert (refused.returncode, "draft" in refused.stderr) == (Exit.DATA, True)
+
+
 def test_ctrl_c_ends_it_and_the_server_that_it_started(tmp_path):
     endpoint, child = f"ipc://{tmp_path}/s.sock", tmp_path / "child"
     serve = shlex.join(
@@ -206,6 +250,11 @@ def test_ctrl_c_ends_it_and_the_server_that_it_started(tmp_path):
         (["run", "dance"], Exit.USAGE, "dance"),
         (["report", "gone.json"], Exit.USAGE, "gone.json"),
         (["sweep", "head-dim", "--values", "48"], Exit.USAGE, "does not divide"),
+        (["sweep", "sharing", "--draft-model", "m"], Exit.USAGE, "--draft-model is for the sweep speculation"),
+        (["generation", "--parts", "beams"], Exit.USAGE, "'beams' is none of speculation, inter-token, beam-width"),
+        (["generation", "--parts", "beam-width", "--draft-model", "m"], Exit.USAGE, "--draft-model is for the part speculation"),
+        (["run", "random", "--speculation", "off,fast"], Exit.USAGE, "'fast' is none of off, ngram, auto, draft"),
+        (["run", "random", "--speculation", "off", "--compare", "a=http://127.0.0.1:9"], Exit.USAGE, "leave out --compare"),
         (
             ["run", "decode", "--compare", "a=http://127.0.0.1:9", "--server-command", "a=echo no such model >&2; exit 3"],
             Exit.TEMPORARY,

@@ -52,7 +52,9 @@ def test_the_same_seed_asks_the_same_of_every_target_and_another_seed_something_
     one, two, other = ScriptedServer(), ScriptedServer(), ScriptedServer()
     for server, seed in ((one, "0/x"), (two, "0/x"), (other, "0/y")):
         run(point, server, seed)
-    first_turns = [sorted(str(ask.messages[:2]) for ask in server.asked) for server in (one, two, other)]
+    # streams beside arriving prompts are as many as there is time for
+    asked = [[ask for ask in server.asked if scenario != "arriving" or len(ask.messages) > 1] for server in (one, two, other)]
+    first_turns = [sorted(str(ask.messages[:2]) for ask in asks) for asks in asked]
     assert first_turns[0] == first_turns[1]
     assert not set(first_turns[0]) & set(first_turns[2])
 
