@@ -143,7 +143,8 @@ def test_ways_of_sharing_are_compared():
 
 def test_beams_and_samples_are_compared_by_the_blocks_that_sharing_saves():
     sizes = ("--prefix-tokens", "300", "--output-tokens", "32", "--values", "4", "--rounds", "1")
-    done = bench("sweep", "beam-width", "--executor", "fake", "--kv-memory", "64MiB", *sizes, "--json")
+    # steps take some time, or nobody would look while the answers grow
+    done = bench("sweep", "beam-width", "--executor", "fake", "--kv-memory", "64MiB", *sizes, "--json", env={"KVD_FAKE_STEP_MS": "5"})
     assert done.returncode == Exit.OK, done.stderr
     saved = {each["target"]: each["metrics"]["blocks_saved"] for each in json.loads(done.stdout)["samples"]}
     assert saved.keys() == {"samples-4", "beams-4"}
@@ -153,7 +154,7 @@ def test_beams_and_samples_are_compared_by_the_blocks_that_sharing_saves():
 def test_what_the_generation_features_bring_is_one_run_and_a_page(tmp_path):
     out, page, again = tmp_path / "out.json", tmp_path / "page.md", tmp_path / "again.md"
     # steps take some time, or no stream would run while a prompt arrives
-    sizes = ("--output-tokens", "12", "--arriving-tokens", "1200", "--streams", "2", "--rounds", "2")
+    sizes = ("--output-tokens", "12", "--arriving-tokens", "1200", "--streams", "2", "--rounds", "1")
     done = bench(
         *("generation", "--executor", "fake", "--kv-memory", "64MiB", *sizes, "--out", out, "--page", page, "--json"),
         env={"KVD_FAKE_STEP_MS": "2"},
@@ -161,15 +162,8 @@ def test_what_the_generation_features_bring_is_one_run_and_a_page(tmp_path):
     assert done.returncode == Exit.OK, done.stderr
     found = json.loads(done.stdout)
     assert found["failures"] == []
-    rounds = {target: {each["round"] for each in found["samples"] if each["target"] == target} for target in found["targets"]}
-    assert rounds == {
-        **{mode: {0, 1} for mode in ("off", "ngram", "auto")},
-        **{name: {0} for name in ("unchunked", "chunked", "bound-200")},
-        **{f"{way}-{width}": {0} for way in ("samples", "beams") for width in (2, 4, 6)},
-    }
-    assert (
-        len([each for each in found["starts"] if each["target"] in {"off", "auto"}]) == 2
-    )  # one daemon for all modes, a new one each round
+    # one daemon for all modes, and one for all widths
+    assert [each["target"] for each in found["starts"]] == ["off", "unchunked", "chunked", "bound-200", "samples-2"]
     speculated = [each for each in found["samples"] if each["point"]["scenario"] == "repetitive"]
     assert {each["target"] for each in speculated if "acceptance" in each["metrics"]} <= {"ngram", "auto"}
     assert all(each["metrics"]["hit_rate"] > 0.8 for each in speculated)
