@@ -27,8 +27,10 @@ from kvd.types import TOKEN_BYTES, Speculation
 _MOST_ROWS = 32
 _INDEX_TOKENS_PER_STEP = 1024
 """So many tokens of all prompts together enter the indices in a step: engine time that nobody should feel."""
-_LEAST_GAIN = 1.05
-"""How much more a step with drafts must bring, where the sequence has to leave its place a step ahead for it."""
+_LEAST_GAIN = 1.1
+"""How much more a step with drafts must bring by time, where the sequence has to leave its place a step ahead for it."""
+_LEAST_GAIN_GOING_ON = 1.03
+"""The same where it waits for its tokens already."""
 _LEAST_EXPECTED = 0.1
 """Tokens; of a draft that is thought to bring fewer nobody asks what it costs."""
 _IDLE_STEPS = 4
@@ -177,8 +179,8 @@ class Drafting:
         forced = tuple(constraint.forced(most)[:most]) if constraint is not None and most else ()
         if forced:
             expected = drafter.forced.expected(len(forced))
-            return self._if_it_pays(Draft(Kind.FORCED, len(forced), expected[-1], forced), 1.0)
-        best = self._best(sequence, drafter, most, least_gain=1.0)
+            return self._if_it_pays(Draft(Kind.FORCED, len(forced), expected[-1], forced), _LEAST_GAIN_GOING_ON)
+        best = self._best(sequence, drafter, most, least_gain=_LEAST_GAIN_GOING_ON)
         if best is None or constraint is None:
             return best
         num_valid = constraint.num_valid(best.ids)
