@@ -187,7 +187,7 @@ def test_restored_and_recomputed_tokens_count_at_their_first_use(tmp_path: Path)
             assert ask(client, half + "?") == (len(half), len(half), 0)
             # the tokens behind the last whole block stand in one of the longer pin's
             assert ask(client, RULES + "?") == (len(RULES), block_tokens(RULES) - len(half), 0)
-            assert ask(client, RULES + "?!") == (len(RULES), 0, 0)
+            assert ask(client, RULES + "?!") == (len(RULES + "?"), 0, 0)  # and that of the answer before
             answer = client.generate(OTHER + "?", n=2, seed=1, max_tokens=2, ignore_eos=True)
             assert answer.usage.restored_tokens == answer.usage.cached_tokens == block_tokens(OTHER)
         process.kill()
@@ -198,7 +198,7 @@ def test_restored_and_recomputed_tokens_count_at_their_first_use(tmp_path: Path)
         with process.client() as client:
             assert ask(client, half + "?") == (len(half), 0, len(half))
             assert ask(client, RULES + "?") == (len(RULES), 0, len(RULES) - len(half))
-            assert ask(client, RULES + "?!") == (len(RULES), 0, 0)
+            assert ask(client, RULES + "?!") == (len(RULES + "?"), 0, 0)  # and that of the answer before
         assert process.terminate() == 0
 
 
