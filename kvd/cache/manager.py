@@ -112,8 +112,8 @@ class CacheManager:
 
     @property
     def num_references(self) -> int:
-        """Places of blocks in tables and loads: what is more than ``num_used`` is saved by sharing. O(all blocks)."""
-        return sum(self._pool.ref_counts)
+        """Places of blocks in tables and loads: what is more than ``num_used`` is saved by sharing. O(tables)."""
+        return sum(len(table.block_ids) for table in self._tables) + self._num_loading
 
     @property
     def num_available(self) -> int:
