@@ -57,7 +57,7 @@ class ModelRunner:
         self._batch = InputBatch(max_rows, max_model_len, pool.block_size_tokens)
         self._sampling = SamplingColumns(max_rows)
         self._counts = TokenCounts(max_rows, vocab_size, pool.device)
-        self._verifier = Verifier(self._batch, self._sampling, self._counts, pool)
+        self._verifier = Verifier(self._batch, self._sampling, self._counts, pool, vocab_size)
         self._draft: DraftModel | None = None
         self._late = LateTokens(self._batch)
         self._scores = PromptScores(self._batch, vocab_size)

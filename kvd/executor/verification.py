@@ -26,6 +26,8 @@ from kvd.executor.step_model import StepHidden, finite_rows
 from kvd.step import ExecutorOutput
 from kvd.types import TokenLogprobs
 
+_SLICE_VALUES = 1 << 23
+"""Logits that are in memory at once, some copies aside: drafts would multiply those of a step."""
 _ACCEPTS = 1 << 32
 _REDRAWS = 1 << 33
 """Added to the choice, these name streams of noise of their own: the choice's own stream has drawn the draft."""
@@ -50,7 +52,8 @@ def reject(logits: Tensor, draws: Draws, chosen: np.ndarray, drafted: np.ndarray
     proposed = torch.zeros_like(target).scatter_(1, ids, 1.0) if probs is None else probs[to(which)]
     accepts = stream_keys(draws.seed[which], draws.choice[which] + _ACCEPTS, draws.position[which])
     uniform = torch.exp(-torch.exp(-gumbel(accepts, torch.zeros(1, dtype=torch.int64, device=device))))
-    accepted = (uniform * proposed.gather(1, ids) < target.gather(1, ids)).squeeze(1)
+    # equal probabilities accept, also where the noise's uniform has been rounded to 1: nothing is left there to be drawn instead
+    accepted = (uniform * proposed.gather(1, ids) <= target.gather(1, ids)).squeeze(1)
     redraws = stream_keys(draws.seed[which], draws.choice[which] + _REDRAWS, draws.position[which])
     rest = (target - proposed).clamp_(min=0.0).log_()
     others = (rest + gumbel(redraws, torch.arange(target.shape[1], device=device))).argmax(dim=-1)
@@ -62,17 +65,33 @@ def reject(logits: Tensor, draws: Draws, chosen: np.ndarray, drafted: np.ndarray
 class Verifier:
     """Says what rows keep, on the state of a runner: ``batch``, ``sampling`` and ``counts`` are the rows', ``pool`` holds their blocks."""
 
-    def __init__(self, batch: InputBatch, sampling: SamplingColumns, counts: TokenCounts, pool: PoolRows) -> None:
+    def __init__(self, batch: InputBatch, sampling: SamplingColumns, counts: TokenCounts, pool: PoolRows, vocab_size: int) -> None:
         self._batch = batch
         self._sampling = sampling
         self._counts = counts
         self._pool = pool
+        self._vocab_size = vocab_size
 
     def verify(self, step: int, rows: StepRows, wanted: np.ndarray, hidden: StepHidden) -> ExecutorOutput:
         """Sample, for the step's rows ``wanted`` (indices, int64), after the last known token and after each drafted one, and note what stays.
 
-        A row that drafts does not fail where its numbers are not finite: it keeps what comes before, perhaps nothing. One that doesn't is marked as failed.
+        A row that drafts does not fail where its numbers are not finite: it keeps what comes before, perhaps nothing. One that doesn't is marked as failed. So many rows
+        are sampled at once as ``_SLICE_VALUES`` logits are enough for, one at least.
         """
+        assert rows.drafts is not None, "somebody drafts"
+        ends = np.cumsum(rows.drafts.counts[wanted] + 1)
+        most = max(1, _SLICE_VALUES // self._vocab_size)
+        output: ExecutorOutput | None = None
+        first = 0
+        while first < len(wanted):
+            before = int(ends[first - 1]) if first else 0
+            last = max(first + 1, int(np.searchsorted(ends, before + most, side="right")))
+            part = self._verify_part(step, rows, wanted[first:last], hidden)
+            output = part if output is None else joined(output, part)
+            first = last
+        return ExecutorOutput(step, [], [], []) if output is None else output
+
+    def _verify_part(self, step: int, rows: StepRows, wanted: np.ndarray, hidden: StepHidden) -> ExecutorOutput:
         assert rows.drafts is not None, "somebody drafts"
         counts = rows.drafts.counts[wanted]
         own_rows = rows.rows[wanted]

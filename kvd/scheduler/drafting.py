@@ -89,6 +89,7 @@ class Drafting:
         self._drafting: dict[Sequence, None] = {}
         """Those that wait for their tokens in order to draft."""
         self._planned: list[tuple[Sequence, int, Draft]] = []
+        self._is_crowded = False
         self._num_positions = 0
         self._expected = 0.0
         """Positions of the step that is being planned, and the tokens that it is thought to bring."""
@@ -108,10 +109,11 @@ class Drafting:
         """A step is about to be planned: see who is to wait for its tokens, so that it can draft."""
         running = self._roster.running
         self._planned = []
-        is_crowded = len(running) > _MOST_ROWS
-        for sequence in [each for each in self._drafting if is_crowded or each not in running]:
-            self._go_ahead(sequence)
-        if is_crowded:
+        self._is_crowded = len(running) > _MOST_ROWS
+        in_flight = {sequence for flight in self._flights.values() for sequence, _, _ in flight.drafts}
+        for sequence in [each for each in self._drafting if (self._is_crowded or each not in running) and each not in in_flight]:
+            self._go_ahead(sequence)  # with drafts in flight it would run ahead of tokens that are perhaps not kept
+        if self._is_crowded:
             return
         self._num_positions = sum(1 for each in running if each.row >= 0 and each.num_computed >= each.num_planned)
         self._expected = float(self._num_positions)
@@ -145,7 +147,7 @@ class Drafting:
     def run(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Plan a step with drafts of a sequence that decodes and whose tokens are all known; False: it has none, and runs as ever."""
         drafter, table, request = sequence.drafter, sequence.table, sequence.request
-        if drafter is None or drafter is NOBODY or table is None or table.waits_for or sequence.row < 0:
+        if self._is_crowded or drafter is None or drafter is NOBODY or table is None or table.waits_for or sequence.row < 0:
             return False
         if sequence.leaving is not None or request.stalled_s is not None or sequence.num_computed != sequence.num_known - 1:
             return False

@@ -12,6 +12,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from native_runner import native_decoder  # noqa: E402
 
+from kvd.executor import verification  # noqa: E402
 from kvd.executor.drafts import keep_agreeing  # noqa: E402
 from kvd.executor.input_batch import BatchError  # noqa: E402
 from kvd.executor.kernels.cpu import native  # noqa: E402
@@ -158,6 +159,17 @@ def test_drafts_change_no_token_however_right_they_are(kernels, first):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+def test_rows_are_sampled_a_few_at_a_time_where_memory_is_bounded(kernels, monkeypatch):
+    monkeypatch.setattr(verification, "_SLICE_VALUES", 7 * VOCAB)
+    most = []
+    finite_rows = verification.finite_rows
+    monkeypatch.setattr(verification, "finite_rows", lambda values: most.append(len(values)) or finite_rows(values))
+    for first in (0, 2):
+        test_drafts_change_no_token_however_right_they_are(kernels, first)
+    assert 1 < max(most) <= 7
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_beside_a_row_that_begins_with_several_choices(kernels):
     expected = plain(kernels, SAMPLINGS[1:2], 8)
     rows = Rows(kernels)
@@ -280,6 +292,18 @@ def test_drawn_tokens_are_accepted_so_that_the_targets_distribution_results():
     check_distribution(drawn, torch.softmax(LOGITS, dim=0))
     overlap = float(torch.minimum(proposed, torch.softmax(LOGITS, dim=0)).sum())
     assert (drawn == drafted).mean() == pytest.approx(overlap, abs=0.02)
+
+
+@pytest.mark.parametrize("has_probs", [False, True])
+def test_what_is_certain_is_accepted_whatever_the_noise(monkeypatch, has_probs):
+    """The noise's uniform may be rounded to 1."""
+    monkeypatch.setattr(verification, "gumbel", lambda keys, ids: torch.full((len(keys), ids.shape[-1]), 23.0))
+    logits = torch.full((2, 8), float("-inf"))
+    logits[:, 5] = 0.0
+    probs = torch.zeros(2, 8)
+    probs[0, 5] = probs[1, 3] = 1.0
+    drawn = reject(logits, draws_of(2), np.array([5, 5]), np.array([5, 3]), probs if has_probs else None)
+    assert drawn.tolist() == [5, 5]
 
 
 def test_what_was_not_drafted_stays_as_it_was_drawn():

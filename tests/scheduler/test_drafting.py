@@ -177,7 +177,9 @@ def test_a_sequence_that_stops_drafting_goes_a_step_ahead_again():
 
 
 def test_a_draft_model_that_did_not_pay_is_asked_again_but_rarely():
-    sim = Timed(seconds_of=lambda positions: 0.4 + 0.6 * positions, has_draft_model=True, speculative=SpeculativeConfig(speculation="draft"))
+    sim = Timed(
+        seconds_of=lambda positions: 0.5 + 0.5 * positions, has_draft_model=True, speculative=SpeculativeConfig(speculation="draft")
+    )
     sim.submit(PROMPT, max_tokens=180)
     sim.run()
     drafting = [at for at, step in enumerate(sim.steps) if step.continued.num_draft]
@@ -202,6 +204,17 @@ def test_nobody_looks_where_many_run():
     assert len(crowded) > 5
     assert all(not step.continued.num_draft for step in crowded)
     assert not sim.checker.open()
+
+
+def test_a_crowd_that_comes_while_drafts_are_in_flight_waits_for_them():
+    sim = Timed(vocab=1, num_blocks=900, max_waiting=100, max_in_flight=2)
+    first = sim.submit([0] * 10, max_tokens=150)
+    while not (sim.in_flight and sim.in_flight[-1][0].continued.num_draft):
+        sim.round()
+    for length in range(33):
+        sim.submit([0] * (1 + length % 3), max_tokens=20)
+    sim.run()
+    assert sim.code(first) == "done"
 
 
 def test_rows_whose_numbers_were_not_finite_draft_no_more():

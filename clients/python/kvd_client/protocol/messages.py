@@ -341,7 +341,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     recomputed_tokens: int = 0
     completion_tokens: int = 0
     drafted_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    """Proposed by speculation; ``accepted_tokens`` of them became output. Both are left out where nothing was proposed."""
+    """Proposed by speculation; ``accepted_tokens`` of them were what the model said, too. Both are left out where nothing was proposed."""
     accepted_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
