@@ -24,7 +24,7 @@ from kvd.transport.drafting import drafted
 from kvd.transport.edge import RETRY_AFTER_S, Edge
 from kvd.transport.errors import RequestError, bad_request
 from kvd.transport.output_rules import check_something_is_left, keep_tokens
-from kvd.transport.ports import Text
+from kvd.transport.ports import Detokenizer, Text
 from kvd.transport.prompt_echo import prompt_messages, wire_logprob
 from kvd.transport.recent import Past, RecentIds
 from kvd.transport.stream import ChoiceStream
@@ -424,7 +424,7 @@ def _open_streams(message: Generate, text: Text, token_ids: bytes, silent_ids: f
     return [
         ChoiceStream(
             choice,
-            detokenizer=text.detokenizer(prompt),
+            detokenizer=_detokenizer(message, text, prompt),
             stops=message.stop,
             silent_ids=silent_ids,
             include_stop=message.include_stop,
@@ -432,3 +432,10 @@ def _open_streams(message: Generate, text: Text, token_ids: bytes, silent_ids: f
         )
         for choice in range(message.n)
     ]
+
+
+def _detokenizer(message: Generate, text: Text, prompt: list[int]) -> Detokenizer:
+    detokenizer = text.detokenizer(prompt)
+    if message.constraint:
+        detokenizer.flush()  # a character that the prompt leaves unfinished is no part of what must match
+    return detokenizer

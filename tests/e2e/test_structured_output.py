@@ -103,6 +103,14 @@ def test_an_answer_that_is_cut_off_says_so(daemon: DaemonProcess) -> None:
     assert (answer.finish_reason, len(answer.text)) == ("length", 7)
 
 
+def test_a_character_that_the_prompt_leaves_unfinished_is_no_part_of_the_answer(daemon: DaemonProcess) -> None:
+    prompt = list("é".encode()[:1])
+    with daemon.client() as client:
+        assert client.generate(prompt, choice=["yes"], max_tokens=5).text == "yes"
+        plain = client.generate(prompt, max_tokens=1, temperature=0.0, ignore_eos=True)
+        assert plain.text.startswith("\ufffd"), "of a plain request it is"
+
+
 def test_stop_strings_end_it_earlier(daemon: DaemonProcess) -> None:
     with daemon.client() as client:
         answer = client.generate("x", regex="[ab]{200}", stop="ab", max_tokens=300, temperature=1.0, seed=1)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from random_requests_world import Alone, Pressed, make_adapters
 from test_random_requests import CROWD, FACTS, KILLED, PROCESS, PROCESS_FACTS, THREAD, press, press_and_kill
+from test_random_requests_models import press_tiny
 from wire_crowd import BreachError
 
 MODES = {
@@ -27,10 +28,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--crowds", type=int, default=100, help=f"of {CROWD} requests each")
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--mode", choices=MODES, default="thread", help="what the daemon is, and what befalls it")
+    parser.add_argument(
+        "--mode",
+        choices=(*MODES, "native", "torch"),
+        default="thread",
+        help="what the daemon is, and what befalls it; native and torch: a tiny model on these kernels",
+    )
     options = parser.parse_args()
-    facts, flags, how = MODES[options.mode]
     root = Path(tempfile.mkdtemp(prefix="kvd-random-"))
+    if options.mode not in MODES:
+        press_tiny(root, num_crowds=options.crowds, first_seed=options.seed, kernels=options.mode)
+        shutil.rmtree(root)
+        return 0
+    facts, flags, how = MODES[options.mode]
     adapters = make_adapters(root / "adapters")
     alone = Alone(root / "alone", adapters, "--kv-memory", "256KiB", "--max-model-len", "256")
     num_breaches = 0

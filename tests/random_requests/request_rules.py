@@ -98,6 +98,13 @@ def constraint_of(ask: Ask) -> tuple[str, Any] | None:
 
 def meets(constraint: tuple[str, Any], text: str) -> bool:
     """Whether a whole answer is what its constraint describes."""
+    try:
+        return _meets(constraint, text)
+    except ValueError:
+        return False
+
+
+def _meets(constraint: tuple[str, Any], text: str) -> bool:
     match constraint:
         case "json_schema", dict(schema):
             return matches(json.loads(text), schema)

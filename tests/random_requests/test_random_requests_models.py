@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.torch, pytest.mark.socket, pytest.mar
 
 TOOLS = "{% if tools %}<|start|>tools\n{{ tools | tojson }}<|end|>\n{% endif %}"
 POOL = ("--max-model-len", "256", "--max-running", "8", "--max-choices", "4", "--max-tokens-per-step", "64", "--max-adapters", "2")
-FLAGS = ("--dtype", "float32", "--kernels", "native")
+FLAGS = ("--dtype", "float32")
 
 
 def press(
@@ -71,23 +71,27 @@ def press(
         return pressed.counts
 
 
-def test_with_a_tiny_model(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", template=TOOLS + CHAT_TEMPLATE)
-    draft = perturb(model, tmp_path / "draft", 0.05)
+def press_tiny(root: Path, *, num_crowds: int, first_seed: int, kernels: str = "native") -> dict[str, int]:
+    """Crowds on a model of two layers, whose draft model is nearly the same."""
+    model = make_model(root / "model", template=TOOLS + CHAT_TEMPLATE)
     sizes = module_sizes(num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16)
-    counts = press(
-        tmp_path,
-        ("--model", str(model), "--threads", "1"),
-        draft,
-        make_adapters(tmp_path / "adapters", sizes),
+    return press(
+        root,
+        ("--model", str(model), "--threads", "1", "--kernels", kernels),
+        perturb(model, root / "draft", 0.05),
+        make_adapters(root / "adapters", sizes),
         Facts(num_blocks=0, max_model_len=256, vocab_size=320, eos=(1,), is_fake=False, has_draft=True),
         Vocabulary(likely=(1, *range(2, 320, 11)), eos=1, most_tokens=24, has_draft=True),
         "420KiB",
-        num_crowds=4,
+        num_crowds=num_crowds,
         size=30,
-        first_seed=4,
+        first_seed=first_seed,
         tolerance=1e-4,
     )
+
+
+def test_with_a_tiny_model(tmp_path: Path) -> None:
+    counts = press_tiny(tmp_path, num_crowds=4, first_seed=4)
     assert counts["repeated"] > 50
     assert counts["accepted"] > 0
 
@@ -99,7 +103,7 @@ def test_a_thousand_with_smollm2(tmp_path: Path, smollm2: Path) -> None:
     sizes = module_sizes(num_layers=30, hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64)
     counts = press(
         tmp_path,
-        ("--model", str(smollm2)),
+        ("--model", str(smollm2), "--kernels", "native"),
         smollm2,
         make_adapters(tmp_path / "adapters", sizes, size=0.02),
         Facts(num_blocks=0, max_model_len=256, vocab_size=49152, eos=(2,), is_fake=False, has_draft=True, takes_tools=False),
