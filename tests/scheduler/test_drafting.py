@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from constraint_world import ConstraintWorld
 from simulation import Simulation
 
 from kvd.commands import Submit
@@ -265,3 +266,20 @@ def test_a_request_says_how_it_drafts():
     assert sim.terminal(ids[0]).usage.drafted_tokens == 0
     assert sim.terminal(ids[1]).usage.drafted_tokens > 0
     assert max(count for step in sim.steps for count in step.continued.num_draft) == 4
+
+
+def test_in_a_crowd_not_even_what_is_forced_is_drafted():
+    world = ConstraintWorld(num_blocks=1500, max_waiting=100, max_running=40, max_tokens_per_step=200, max_model_len=400)
+    forced = world.submit(list(b"say "), ["abcdefghijklmnopqrstuvwxyz" * 12], max_tokens=350)
+    while world.scheduler.stats()["drafted_tokens"] == 0:
+        world.round()
+    for _ in range(35):
+        world.submit(list(b"hey"), max_tokens=40, stop=())
+    crowded = []
+    while forced not in world.ends:
+        world.round()
+        if len(world.scheduler._roster.running) > 32:
+            crowded.append(world.scheduler.stats()["drafted_tokens"])
+    assert len(crowded) > 20
+    assert crowded[-1] == crowded[1]
+    assert world.scheduler.stats()["drafted_tokens"] > crowded[-1]  # again, when the others were gone
