@@ -5,6 +5,7 @@ It covers what is no constraint and no beam search.
 
 from __future__ import annotations
 
+import codecs
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,7 @@ class PlainChoice:
     token_ids: tuple[int, ...]
     finish_reason: str
     logprobs: tuple[TokenLogprobs, ...]
-    text: str | None
-    """None where the output is not ASCII."""
+    text: str
 
 
 def prompt_tokens(ask: Ask, facts: Facts) -> list[int]:
@@ -89,8 +89,9 @@ def _choice(ask: Ask, prompt_ids: list[int], seed: int, digest: bytes, choice: i
     output = runner.execute(SchedulerOutput(0, (started,), ContinuedRows()))
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    text: str | None = ""
-    finish_reason = "length"
+    text, finish_reason = "", "length"
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(bytes(prompt_ids))  # a character that it leaves unfinished goes on in the output
     while True:
         if not output.token_ids:
             raise LookupError("no token may follow")
@@ -100,18 +101,16 @@ def _choice(ask: Ask, prompt_ids: list[int], seed: int, digest: bytes, choice: i
         if token_id in stop_ids:
             finish_reason = "stop"
             break
-        if text is not None:
-            text = text + chr(token_id) if token_id < 128 else text if token_id == 256 else None
-        ending = [stop for stop in options.get("stop", ()) if text is not None and text.endswith(stop)] if token_id != 256 else []
-        if ending and len(token_ids) > fewest and text is not None:
-            finish_reason = "stop"
-            if not options.get("include_stop"):
-                text = text[: len(text) - max(map(len, ending))]
-            break
+        for char in decoder.decode(bytes([token_id]) if token_id < 256 else b""):
+            text += char
+            ending = [stop for stop in options.get("stop", ()) if text.endswith(stop)]
+            if ending and len(token_ids) > fewest:
+                text = text if options.get("include_stop") else text[: len(text) - max(map(len, ending))]
+                return PlainChoice(tuple(token_ids), "stop", tuple(logprobs), text)
         if len(token_ids) == most:
             break
         output = runner.execute(SchedulerOutput(len(token_ids), (), ContinuedRows([0], [1], [0, 0], [])))
-    return PlainChoice(tuple(token_ids), finish_reason, tuple(logprobs), text)
+    return PlainChoice(tuple(token_ids), finish_reason, tuple(logprobs), text + decoder.decode(b"", final=True))
 
 
 def _sampling(ask: Ask, seed: int) -> SamplingParams:

@@ -219,7 +219,7 @@ class Vocabulary:
     has_draft: bool = False
 
 
-BYTES = Vocabulary(likely=tuple(b"etaoinshrdlu ,.E0"), eos=256)
+BYTES = Vocabulary(likely=(*b"etaoinshrdlu ,.E0", *"é🙂".encode()), eos=256)
 
 
 @st.composite
@@ -232,8 +232,8 @@ def prompts(draw: Any, vocabulary: Vocabulary) -> str | tuple[int, ...] | tuple[
         case "text":
             return text
         case "ids":
-            # Of a model whose tokens are not bytes these are small ids, which are tokens all the same.
-            return tuple(text.encode())
+            # Of a model whose tokens are not bytes these are small ids, which are tokens all the same. They may end within a character.
+            return tuple(text.encode()[: draw(st.integers(1, 200))])
         case _:
             messages = [{"role": "user", "content": text}]
             if draw(st.booleans()):
