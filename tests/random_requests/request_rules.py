@@ -130,7 +130,7 @@ def _in_passing(ask: Ask, facts: Facts) -> Any:
         yield Code.DEADLINE_EXCEEDED, "deadline_s"
     if ask.options.get("queue_timeout_s"):
         yield Code.QUEUE_TIMEOUT, "queue_timeout_s"
-    if ask.credit:
+    if ask.credit and ask.reader != "eager":
         yield Code.CLIENT_TOO_SLOW, ANY_WORDS
     if facts.may_overload:
         yield Code.OVERLOADED, ANY_WORDS
