@@ -37,13 +37,17 @@ class ScriptedServer:
             self._known.append(words)
         await asyncio.sleep(self._prompt_token_s * (len(words) - answer.cached_tokens))
         for _ in range(ask.max_tokens):
-            await asyncio.sleep(self._token_s)
+            await self.token()
             answer.took(ask, ask.n)
         answer.ended_s = time.perf_counter()
         answer.text = "word " * ask.max_tokens
         answer.completion_tokens = ask.max_tokens * ask.n
         self.at_once -= 1
         return answer
+
+    async def token(self) -> None:
+        """The time until an answer's next token."""
+        await asyncio.sleep(self._token_s)
 
     async def is_ready(self) -> bool:
         return self.is_up

@@ -17,10 +17,12 @@ from peak_memory import PeakMemory
 from timed_serve import STEP, read_gaps
 
 from kvd.bench.build import build
+from kvd.bench.generation import PARTS, generation_plan
 from kvd.bench.measuring import Ask
+from kvd.bench.plan import HEADLINE
 from kvd.bench.results import Result
 from kvd.bench.sharing_server import SharingServer
-from kvd.bench.sweeps import Sweep
+from kvd.bench.sweeps import KINDS, Sweep
 
 pytestmark = pytest.mark.e2e
 
@@ -52,12 +54,42 @@ def test_the_table_judges_memory_of_the_daemons():
 
 def test_block_sizes_are_swept_with_the_same_kernels(tmp_path):
     async def commands():
-        targets = Sweep("block-size", (8, 16), (), tmp_path).targets()
-        for target in targets:
-            await target.server.aclose()
-        return [target.command for target in targets]
+        return [target.command for target in await closed(Sweep("block-size", (8, 16), (), tmp_path, 1000, 64, 8).targets)]
 
     assert all("--kernels torch" in command for command in asyncio.run(commands()))
+
+
+async def closed(make):
+    """Targets, made within a loop, whose clients are closed."""
+    targets = make()
+    for target in targets:
+        await target.server.aclose()
+    return targets
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sweep_has_targets_and_figures(kind, tmp_path):
+    sweep = Sweep(kind, KINDS[kind].values[:1], (), tmp_path, 100, 8, 2)
+    targets = asyncio.run(closed(sweep.targets))
+    assert len({target.name for target in targets}) == len(targets) >= 1
+    assert all(entry.point.scenario in HEADLINE for entry in sweep.entries())
+
+
+def test_the_plan_of_the_generation_features_has_a_daemon_for_all_modes_and_for_all_widths(tmp_path):
+    options = {"arriving_tokens": 4000, "output_tokens": 64, "streams": 8, "draft_model": "small"}
+
+    async def planned():
+        targets, entries = generation_plan(PARTS, ("--executor", "fake"), tmp_path, rounds=4, **options)
+        return await closed(lambda: targets), entries
+
+    targets, entries = asyncio.run(planned())
+    assert [target.name for target in targets if target.launched is targets[0].launched] == ["off", "ngram", "auto", "draft"]
+    assert len({id(target.launched) for target in targets}) == 1 + 3 + 1
+    assert {entry.point.scenario: entry.rounds for entry in entries} == {"repetitive": 4, "random": 4, "arriving": 2, "shared-prefix": 2}
+    commands = {target.name: target.command for target in targets}
+    assert "--draft-model small" in commands["off"]
+    assert int(commands["unchunked"].split("--max-tokens-per-step ")[1]) > 4000 + 8
+    assert commands["bound-200"].endswith("--max-inter-token-ms 200")
 
 
 def test_the_build_is_the_code():
