@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from transformers import Cache
 from transformers.generation.utils import GenerationMixin
@@ -26,7 +25,8 @@ from transformers.generation.utils import GenerationMixin
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import BlockTable, CacheManager, CopyOnWrite, CostPolicy
 from kvd.executor.kv_pool import KvPool, row_bytes
-from kvd.types import TOKEN_BYTES, BlockId, PackedTokens, pack_tokens
+from kvd.integrations.kv_slots import Slots
+from kvd.types import TOKEN_BYTES, PackedTokens, pack_tokens
 
 _DEFAULT_MEMORY = 1 << 30
 _ATTENTION = frozenset({"full_attention", "sliding_attention"})
@@ -48,6 +48,8 @@ class _Shape:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    num_kept: int
+    """Layers that bring keys and values of their own, the first ones: the others use theirs."""
 
 
 class KvdPool:
@@ -73,6 +75,7 @@ class KvdPool:
             raise KvdCacheError(f"kv_memory = {kv_memory}: a block takes {block_bytes} bytes, and a pool has at least two")
         self.block_size_tokens = block_size_tokens
         self.num_blocks = num_blocks
+        self.num_kept_layers = shape.num_kept
         self.blocks = KvPool(shape, num_blocks, block_size_tokens, model.dtype, model.device)
         self.tables = CacheManager(
             num_blocks=num_blocks, block_size_tokens=block_size_tokens, free_watermark=1.0, policy=CostPolicy(num_blocks, block_size_tokens)
@@ -85,26 +88,34 @@ class KvdPool:
 
         Args:
             input_ids: ``[batch, length]``, padded on the left.
-            attention_mask: ``[batch, length]``, 0 where there is padding; None: there is none.
+            attention_mask: ``[batch, length]``, 0 where there is padding, the same for ``generate``; None: there is none.
             salt: only caches with the same salt share anything.
 
         Raises:
             PoolFullError: living caches leave too few blocks.
-            KvdCacheError: padding that is not on the left.
+            KvdCacheError: padding that is not on the left; no mask, and a token that ``generate`` would take for padding.
         """
+        if attention_mask is None and _has_guessed_padding(torch.as_tensor(input_ids), self._model, {}):
+            raise KvdCacheError(
+                "the pad token is in a prompt: say with attention_mask, here and to generate, what is padding (all ones: nothing)"
+            )
         return KvdCache(self, *_prompts_of(input_ids, attention_mask), salt=salt)
 
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, salt: bytes = b"", **options: Any) -> Any:
         """``model.generate`` over a cache of this pool, which afterwards holds prompts and answers.
 
         Assisted generation (an ``assistant_model``, ``prompt_lookup_num_tokens``) of transformers takes no cache that holds something already: there the prompt is computed.
+        Without a mask the pad token is padding, as in transformers' own.
         """
+        if attention_mask is None:
+            is_guessed = _has_guessed_padding(input_ids, self._model, options)
+            attention_mask = (
+                (input_ids != _special(self._model, options, "pad_token_id")).long() if is_guessed else torch.ones_like(input_ids)
+            )
         with self.cache(input_ids, attention_mask, salt=salt) as cache:
             if _is_assisted(self._model, options):
                 cache.reset()
-            if attention_mask is not None:
-                options["attention_mask"] = attention_mask
-            output = self._model.generate(input_ids, **{_CACHE_ARGUMENT: cache}, **options)
+            output = self._model.generate(input_ids, attention_mask=attention_mask, **{_CACHE_ARGUMENT: cache}, **options)
             cache.store(output if isinstance(output, torch.Tensor) else output.sequences)
         return output
 
@@ -139,9 +150,9 @@ class KvdCache(Cache):
         self._prompt_length = length
         self._is_permuted = False
         self._written = [0] * self._num_layers
-        self._computes: set[int] = set()
-        """Layers that have brought keys and values: some models have layers that use another one's."""
-        self._slots = _Slots.empty(pool.blocks.device)
+        self._is_begun = False
+        """Whether a layer has brought keys and values."""
+        self._slots = Slots.empty(pool.blocks.device)
         self.layers: list[Any] = [_PagedLayer(self, index) for index in range(self._num_layers)]
         self.layer_class_to_replicate = None
         self.offloading = False
@@ -213,19 +224,23 @@ class KvdCache(Cache):
         """
         self._check(key_states, value_states, layer_idx)
         start = self._written[layer_idx]
-        if start and not self._computes and key_states.shape[2] >= self._prompt_length:
+        if start and not self._is_begun and key_states.shape[2] >= self._prompt_length:
             raise KvdCacheError(
                 f"the first forward pass brings the whole prompt, of which the cache holds {start} positions already: pass what follows these, "
                 "or reset() the cache (assisted generation passes everything)"
             )
         end = start + key_states.shape[2]
+        if layer_idx == 0 and min(self._written[: self._pool.num_kept_layers]) < start:
+            raise KvdCacheError(
+                "the last forward pass was interrupted, or left layers out: reset() the cache, or crop() it to what was there before"
+            )
         if end > self._slots.end:
             self._record()
             self._make_room(end)
-            self._slots = _Slots.of([(row.table.block_ids, row.num_padding) for row in self._rows], end, self._pool.blocks)
+            self._slots = Slots.of([(row.table.block_ids, row.num_padding) for row in self._rows], end, self._pool.blocks)
         self._slots.write(self._pool.blocks, layer_idx, start, key_states, value_states)
         self._written[layer_idx] = end
-        self._computes.add(layer_idx)
+        self._is_begun = True
         return self._slots.read(self._pool.blocks, layer_idx, end)
 
     def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:
@@ -304,7 +319,7 @@ class KvdCache(Cache):
                 self._pool.tables.truncate(row.table, num_tokens)
             row.known = row.known[: num_tokens * TOKEN_BYTES]
         self._written = [min(length, written) for written in self._written]
-        self._slots = _Slots.empty(self._pool.blocks.device)
+        self._slots = Slots.empty(self._pool.blocks.device)
 
     def _select(self, indices: list[int]) -> None:
         self._record()
@@ -313,11 +328,12 @@ class KvdCache(Cache):
         for row in self._rows:
             tables.release(row.table)
         self._rows = rows
-        self._slots = _Slots.empty(self._pool.blocks.device)
+        self._slots = Slots.empty(self._pool.blocks.device)
 
     def _record(self) -> None:
         """What every layer has computed, and whose tokens are known, can be found by others."""
-        length = min((self._written[layer] for layer in self._computes), default=0)
+        # of a pass that was interrupted the later layers lack what the first ones have
+        length = min(self._written[: self._pool.num_kept_layers])
         for row in self._rows:
             num_known = min(length - row.num_padding, len(row.known) // TOKEN_BYTES)
             if num_known > 0:
@@ -371,59 +387,6 @@ class _Row:
         self.num_padding = num_padding
 
 
-@dataclass(frozen=True, slots=True)
-class _Slots:
-    """Where positions ``0:end`` of all rows stand: the same for every layer of a forward pass but for the layer's own offset.
-
-    ``places [batch, end]`` are rows of ``KvPool.positions`` for K of layer 0; a padding's is a real one that it reads without meaning, ``is_padding [batch, end]``.
-    """
-
-    end: int
-    places: torch.Tensor
-    is_padding: torch.Tensor | None
-
-    @classmethod
-    def empty(cls, device: torch.device) -> _Slots:
-        return cls(0, torch.zeros((0, 0), dtype=torch.int64, device=device), None)
-
-    @classmethod
-    def of(cls, rows: list[tuple[list[BlockId], int]], end: int, pool: KvPool) -> _Slots:
-        size = pool.block_size_tokens
-        places = np.zeros((len(rows), end), dtype=np.int64)
-        is_padding = np.zeros((len(rows), end), dtype=bool)
-        for index, (block_ids, num_padding) in enumerate(rows):
-            positions = np.arange(max(0, end - num_padding))
-            blocks = np.asarray(block_ids, dtype=np.int64)[positions // size]
-            places[index, num_padding:] = blocks * (pool.num_layers * 2 * size) + positions % size
-            is_padding[index, :num_padding] = True
-        padded = torch.from_numpy(is_padding).to(pool.device) if is_padding.any() else None
-        return cls(end, torch.from_numpy(places).to(pool.device), padded)
-
-    def write(self, pool: KvPool, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """``keys``, ``values [batch, num_kv_heads, new, head_dim]`` of one layer, from position ``start`` on."""
-        end = start + keys.shape[2]
-        places = self.places[:, start:end].reshape(-1) + layer * 2 * pool.block_size_tokens
-        flat = [states.detach().transpose(1, 2).reshape(len(places), -1) for states in (keys, values)]
-        if self.is_padding is not None:
-            real = ~self.is_padding[:, start:end].reshape(-1)
-            places, flat = places[real], [states[real] for states in flat]
-        pool.positions.index_copy_(0, places, flat[0])
-        pool.positions.index_copy_(0, places + pool.block_size_tokens, flat[1])
-
-    def read(self, pool: KvPool, layer: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of positions ``0:end`` of one layer, each ``[batch, num_kv_heads, end, head_dim]``; zero where there is padding."""
-        places = self.places[:, :end]
-        num_rows = len(places)
-        read = []
-        for kv in (0, 1):
-            index = places.reshape(-1) + (layer * 2 + kv) * pool.block_size_tokens
-            states = pool.positions.index_select(0, index).view(num_rows, end, pool.num_kv_heads, pool.head_dim)
-            if self.is_padding is not None:
-                states.masked_fill_(self.is_padding[:, :end, None, None], 0)
-            read.append(states.transpose(1, 2).contiguous())
-        return read[0], read[1]
-
-
 class _PagedLayer:
     """A layer of a ``KvdCache``, for those who look at layers: everything is done by the cache."""
 
@@ -472,7 +435,8 @@ def _shape_of(config: Any) -> _Shape:
         raise KvdCacheError("the model's rotary angles depend on how long a sequence becomes: what one prompt computed is not another's")
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-    return _Shape(text.num_hidden_layers, num_kv_heads, head_dim)
+    num_layers = text.num_hidden_layers
+    return _Shape(num_layers, num_kv_heads, head_dim, num_layers - (getattr(text, "num_kv_shared_layers", None) or 0))
 
 
 def _is_assisted(model: Any, options: dict[str, Any]) -> bool:
@@ -480,6 +444,18 @@ def _is_assisted(model: Any, options: dict[str, Any]) -> bool:
     return options.get("assistant_model") is not None or bool(
         options.get("prompt_lookup_num_tokens") or getattr(config, "prompt_lookup_num_tokens", None)
     )
+
+
+def _special(model: Any, options: dict[str, Any], name: str) -> Any:
+    """``pad_token_id`` or ``eos_token_id`` (one or several) as ``generate`` with these options knows it; None: there is none."""
+    given = options.get(name)
+    return given if given is not None else getattr(options.get("generation_config") or model.generation_config, name)
+
+
+def _has_guessed_padding(input_ids: torch.Tensor, model: Any, options: dict[str, Any]) -> bool:
+    """Whether ``generate`` without a mask takes some of these tokens for padding."""
+    pad, eos = _special(model, options, "pad_token_id"), _special(model, options, "eos_token_id")
+    return pad is not None and pad not in (eos if isinstance(eos, list) else [eos]) and bool((input_ids == pad).any())
 
 
 def _prompts_of(input_ids: torch.Tensor | Sequence[Sequence[int]], attention_mask: torch.Tensor | None) -> tuple[list[list[int]], int]:

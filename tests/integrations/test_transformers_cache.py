@@ -135,6 +135,63 @@ def test_a_prompt_that_is_passed_although_it_is_there_is_refused(llama, pool):
         assert torch.equal(llama.generate(prompt, **{_CACHE_ARGUMENT: cache}, **GREEDY), own(llama, prompt))
 
 
+@pytest.mark.parametrize("place", ["model.layers.1", "model.layers.0.self_attn.o_proj"])
+def test_an_interrupted_pass_leaves_nothing_behind(llama, pool, place):
+    """What its later layers did not write is nobody's prefix."""
+
+    def fail(*_):
+        raise MemoryError("here")
+
+    prompt = draw(5, 1, 31)
+    module = llama.get_submodule(place)
+    handle = module.register_forward_pre_hook(fail)
+    bare = pool.cache(prompt)
+    with pytest.raises(MemoryError, match="here"):
+        pool.generate(prompt, **GREEDY)
+    with pytest.raises(MemoryError, match="here"):
+        llama(prompt, **{_CACHE_ARGUMENT: bare})
+    handle.remove()
+    with pytest.raises(KvdCacheError, match="was interrupted"):
+        llama(prompt, **{_CACHE_ARGUMENT: bare})
+    bare.reset()
+    assert torch.equal(llama.generate(prompt, **{_CACHE_ARGUMENT: bare}, **GREEDY), own(llama, prompt))
+    bare.close()
+    pool.clear()
+    handle = module.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError, match="here"):
+        pool.generate(prompt, **GREEDY)
+    handle.remove()
+    with pool.cache(prompt) as cache:
+        assert cache.get_seq_length() == 0
+    assert torch.equal(pool.generate(prompt, **GREEDY), own(llama, prompt))
+    with pool.cache(prompt) as cache:
+        assert cache.get_seq_length() == 30
+
+
+def test_layers_that_use_another_ones_keys_do_not_count():
+    """As Gemma 3n's and 4's last ones do."""
+    config = LlamaConfig(**{**KV, "num_hidden_layers": 3}, num_kv_shared_layers=1)
+    pool = KvdPool(make(config), kv_memory=2 << 20)
+    states = torch.ones(1, 2, 33, 8)
+    with pool.cache(prompt := draw(5, 1, 33)) as cache:
+        for layer in (0, 1):
+            cache.update(states, states, layer)
+    assert pool.cache(prompt).get_seq_length() == 32
+
+
+def test_the_pad_token_is_padding_where_nobody_says_more(llama, pool):
+    prompt = torch.cat([torch.zeros(1, 5, dtype=torch.long), draw(5, 1, 31)], dim=1)
+    everything = torch.ones_like(prompt)
+    for _ in range(2):  # what the one has computed is not the other's
+        assert torch.equal(pool.generate(prompt, **GREEDY), own(llama, prompt))
+        assert torch.equal(pool.generate(prompt, everything, **GREEDY), own(llama, prompt, attention_mask=everything))
+        assert torch.equal(pool.generate(prompt, **GREEDY, pad_token_id=1), own(llama, prompt, pad_token_id=1))
+    with pytest.raises(KvdCacheError, match="pad token is in a prompt"):
+        pool.cache(prompt)
+    with pytest.raises(KvdCacheError, match="pad on the left"):
+        pool.generate(prompt.flip(1), **GREEDY)
+
+
 def test_beams_share_their_blocks(llama, pool):
     prompt = draw(2, 1, 64)
     with pool.cache(prompt) as cache:
