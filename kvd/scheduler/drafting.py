@@ -27,9 +27,9 @@ from kvd.types import TOKEN_BYTES, Speculation
 _MOST_ROWS = 32
 _INDEX_TOKENS_PER_STEP = 1024
 """So many tokens of all prompts together enter the indices in a step: engine time that nobody should feel."""
-_LEAST_GAIN = 1.1
-"""How much more a step with drafts must bring by time, where the sequence has to leave its place a step ahead for it."""
-_LEAST_GAIN_GOING_ON = 1.03
+_LEAST_GAIN = 0.1
+"""How many tokens more than without a step must bring in the same time, where the sequence has to leave its place a step ahead for its drafts."""
+_LEAST_GAIN_GOING_ON = 0.03
 """The same where it waits for its tokens already."""
 _LEAST_EXPECTED = 0.1
 """Tokens; of a draft that is thought to bring fewer nobody asks what it costs."""
@@ -189,9 +189,9 @@ class Drafting:
         return Draft(best.kind, num_valid, min(best.expected, num_valid), best.ids[:num_valid]) if num_valid else None
 
     def _if_it_pays(self, draft: Draft, least_gain: float) -> Draft | None:
-        without = self._expected / self.costs.seconds(Kind.PLAIN, self._num_positions)
+        without = (self._expected + least_gain) / self.costs.seconds(Kind.PLAIN, self._num_positions)
         rate = (self._expected + draft.expected) / self.costs.seconds(draft.kind, self._num_positions + draft.num_tokens)
-        return draft if rate > least_gain * without else None
+        return draft if rate > without else None
 
     def _note_idle(self, sequence: Sequence, drafter: Drafter) -> None:
         drafter.num_idle += 1
@@ -212,7 +212,7 @@ class Drafting:
         return max(0, most)
 
     def _best(self, sequence: Sequence, drafter: Drafter, most: int, *, least_gain: float) -> Draft | None:
-        """The draft that brings most tokens by time, if it brings ``least_gain`` times what the step brings without it."""
+        """The draft that brings most tokens by time, if that is ``least_gain`` tokens more than the step brings without it in the same time."""
         best = None
         index = drafter.index
         if most and index is not None and index.length and len(index) == sequence.num_known:
