@@ -7,7 +7,7 @@ would for blocks. Whoever has waited long stops later requests from passing, so 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from kvd.cache.events import BlockOrigin
+from kvd.cache.tenants import Selection
 from kvd.commands import (
     AdapterNames,
     AdapterRead,
@@ -40,6 +41,8 @@ from kvd.types import ErrorCode, FinishReason
 _FAIR_WAIT_S = 2.0
 """A request that has waited for so long is passed by no other one with an adapter."""
 _RETRY_AFTER_S = 1.0
+FORGOTTEN = "the prefix was forgotten meanwhile"
+"""Why a pin fails that was under way."""
 
 
 @dataclass(slots=True)
@@ -63,12 +66,18 @@ class _Waiter:
     since_s: float
     then: Callable[[_Resident], list[Event]]
     fail: Callable[[ErrorCode, str, float], list[Event]]
-    request_id: bytes = b""
-    """A request's: it may be aborted."""
-    command: Submit | None = None
-    """A client's request, which has its deadlines."""
+    recipe: Recipe | None = None
+    """A pin's."""
     read_id: int = 0
     """For an explicit load: the read that answers it; whatever is loaded under the name will not do."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Request(_Waiter):
+    submit: Submit
+    is_internal: bool
+    is_private: bool = False
+    """Its prefix was forgotten meanwhile: it leaves nothing behind."""
 
 
 class Adapters:
@@ -84,8 +93,12 @@ class Adapters:
         self._residents: dict[bytes, _Resident] = {}
         self._by_name: dict[str, _Resident] = {}
         self._reading: dict[int, str] = {}
-        self._waiting: deque[_Waiter] = deque()
+        self._waiting: dict[_Waiter, None] = {}
+        """In the order of their arrival."""
+        self._waiting_requests: dict[bytes, _Request] = {}
+        """Those of them that are requests, by id."""
         self._names_of_digests: dict[bytes, str] = {}
+        """What pins' adapters were called before the start."""
         self.uses: dict[bytes, _Resident] = {}
         """By request id: what accepted requests run with."""
         self._num_uses = 0
@@ -102,7 +115,7 @@ class Adapters:
         name = command.adapter_name
         if not name and not command.adapter:
             return self._scheduler.submit(command, internal=internal, background=background, origin=origin)
-        if command.request_id in self.uses or self._waiter_of(command.request_id) is not None:
+        if command.request_id in self.uses or command.request_id in self._waiting_requests:
             return []
         since_s = self._clock.monotonic()
 
@@ -112,19 +125,23 @@ class Adapters:
         def run(resident: _Resident) -> list[Event]:
             if command.adapter not in (b"", resident.digest):
                 return fail(ErrorCode.NOT_FOUND, f"adapter {name} is not any more what it was when this was recorded", 0.0)
-            accepted = _with_less_time(waiter.command or command, self._clock.monotonic() - since_s)
             self._use(command.request_id, resident)
             return self._scheduler.submit(
-                msgspec.structs.replace(accepted, adapter=resident.digest), internal=internal, background=background, origin=origin
+                msgspec.structs.replace(waiter.submit, adapter=resident.digest),
+                internal=internal,
+                background=background,
+                origin=origin,
+                is_private=waiter.is_private,
+                waited_s=self._clock.monotonic() - since_s,
             )
 
-        waiter = _Waiter(
+        waiter = _Request(
             name=name or self._names_of_digests.get(command.adapter, ""),
             since_s=since_s,
             then=run,
             fail=fail,
-            request_id=command.request_id,
-            command=None if internal else command,
+            submit=command,
+            is_internal=internal,
         )
         return self._admit(waiter)
 
@@ -138,6 +155,7 @@ class Adapters:
             since_s=self._clock.monotonic(),
             then=lambda resident: pin(PinPrefix(command.op_id, msgspec.structs.replace(recipe, adapter=resident.digest))),
             fail=lambda code, message, retry_after_s: [OpFailed(command.op_id, code, message, retry_after_s)],
+            recipe=recipe,
         )
         return self._admit(waiter)
 
@@ -152,19 +170,19 @@ class Adapters:
 
     def grant(self, request_id: bytes, num_tokens: int) -> bool:
         """More stream credit for a request that waits here; whether it does."""
-        waiter = self._waiter_of(request_id)
-        if waiter is None or waiter.command is None:
+        waiter = self._waiting_requests.get(request_id)
+        if waiter is None:
             return False
-        waiter.command = msgspec.structs.replace(waiter.command, credit_tokens=waiter.command.credit_tokens + num_tokens)
+        waiter.submit = msgspec.structs.replace(waiter.submit, credit_tokens=waiter.submit.credit_tokens + num_tokens)
         return True
 
     def abort(self, request_id: bytes) -> list[Event]:
         """End a request that waits here; nothing if none of this id does."""
-        waiter = self._waiter_of(request_id)
+        waiter = self._waiting_requests.get(request_id)
         if waiter is None:
             return []
-        self._waiting.remove(waiter)
-        choices = range(waiter.command.num_choices if waiter.command is not None else 0)
+        self._drop(waiter)
+        choices = range(0 if waiter.is_internal else waiter.submit.num_choices)
         ended: list[Event] = [
             *(ChoiceDone(request_id, choice, FinishReason.ABORTED) for choice in choices),
             RequestDone(request_id, RequestUsage()),
@@ -173,8 +191,17 @@ class Adapters:
 
     def end_waiting(self, code: ErrorCode, message: str) -> list[Event]:
         """Nobody's adapter will come: all who wait fail."""
-        waiting, self._waiting = self._waiting, deque()
-        return [event for waiter in waiting for event in waiter.fail(code, message, _RETRY_AFTER_S)]
+        return self._answer(list(self._waiting), lambda waiter: waiter.fail(code, message, _RETRY_AFTER_S))
+
+    def forget(self, selection: Selection) -> list[Event]:
+        """A selection is being forgotten: the pins of it that wait here fail, and the requests that are in it or may grow into it will leave nothing behind."""
+        for waiter in self._waiting_requests.values():
+            waiter.is_private |= selection.may_hold(waiter.submit.tenant_salt, waiter.submit.token_ids)
+        pins = [
+            each for each in self._waiting if each.recipe is not None and selection.holds(each.recipe.tenant_salt, each.recipe.token_ids)
+        ]
+        events = self._answer(pins, lambda waiter: waiter.fail(ErrorCode.NOT_FOUND, FORGOTTEN, 0.0))
+        return events + self._go_on() if events else events
 
     def expire(self) -> list[Event]:
         """The requests whose time is over while they wait."""
@@ -182,15 +209,13 @@ class Adapters:
             return []
         now_s = self._clock.monotonic()
         events: list[Event] = []
-        for waiter in list(self._waiting):
-            command, waited_s = waiter.command, now_s - waiter.since_s
-            if command is None:
-                continue
+        for waiter in list(self._waiting_requests.values()):
+            command, waited_s = waiter.submit, now_s - waiter.since_s
             if 0 < command.deadline_s <= waited_s:
-                self._waiting.remove(waiter)
+                self._drop(waiter)
                 events += waiter.fail(ErrorCode.DEADLINE_EXCEEDED, f"not over within {command.deadline_s:g} s (deadline_s)", 0.0)
             elif 0 < command.queue_timeout_s <= waited_s:
-                self._waiting.remove(waiter)
+                self._drop(waiter)
                 message = f"its adapter was not there within {command.queue_timeout_s:g} s (queue_timeout_s)"
                 events += waiter.fail(ErrorCode.QUEUE_TIMEOUT, message, _RETRY_AFTER_S)
         return events + self._go_on() if events else events
@@ -229,7 +254,7 @@ class Adapters:
             fail=fail,
             read_id=read_id,
         )
-        self._waiting.append(waiter)
+        self._waiting[waiter] = None
         return []
 
     def unload(self, command: UnloadAdapter) -> list[Event]:
@@ -267,15 +292,19 @@ class Adapters:
         if command.error:
             code = ErrorCode.NOT_FOUND if command.is_missing else ErrorCode.ADAPTER_UNUSABLE
             self._log.warning("adapter_not_loaded", name=name, error=command.error)
+            if name in self._by_name:  # what is loaded stays, and so do those who wait for their turn with it
+                waiting = [waiter for waiter in waiting if waiter.read_id]
             return self._answer(waiting, lambda waiter: waiter.fail(code, command.error, 0.0)) + self._go_on()
         resident = self._residents.get(command.digest)
-        if resident is None:
+        if resident is not None:
+            self._source.discard(command.read_id)
+        else:
             if not self._make_room():
-                self._source.remove(command.digest)
+                self._source.discard(command.read_id)
                 loads = [waiter for waiter in waiting if waiter.read_id]
                 return self._answer(loads, lambda waiter: waiter.fail(ErrorCode.ADAPTER_CAPACITY, self._capacity(), _RETRY_AFTER_S))
             resident = self._residents[command.digest] = _Resident(command.digest, command.rank, command.num_bytes)
-            self._source.install(command.digest)
+            self._source.install(command.read_id, command.digest)
             self._counters["loads"] += 1
             self._log.info("adapter_loaded", name=name, digest=command.digest.hex(), rank=command.rank, num_bytes=command.num_bytes)
         self._touch(resident)
@@ -329,10 +358,12 @@ class Adapters:
         resident = self._by_name.get(waiter.name)
         if resident is not None and not self._is_held_up(self._waiting):
             return waiter.then(resident)
-        if waiter.command is not None and len(self._waiting) >= self._max_waiting:
+        if isinstance(waiter, _Request) and not waiter.is_internal and len(self._waiting) >= self._max_waiting:
             message = f"{len(self._waiting)} requests wait for adapters, the limit is {self._max_waiting} (max_waiting)"
             return waiter.fail(ErrorCode.OVERLOADED, message, _RETRY_AFTER_S)
-        self._waiting.append(waiter)
+        self._waiting[waiter] = None
+        if isinstance(waiter, _Request):
+            self._waiting_requests[waiter.submit.request_id] = waiter
         if resident is None and waiter.name not in self._reading.values():
             self._begin_read(waiter.name)
         return []
@@ -361,12 +392,14 @@ class Adapters:
     def _answer(self, waiters: Iterable[_Waiter], how: Callable[[_Waiter], list[Event]]) -> list[Event]:
         events: list[Event] = []
         for waiter in waiters:
-            self._waiting.remove(waiter)
+            self._drop(waiter)
             events += how(waiter)
         return events
 
-    def _waiter_of(self, request_id: bytes) -> _Waiter | None:
-        return next((waiter for waiter in self._waiting if waiter.request_id == request_id), None)
+    def _drop(self, waiter: _Waiter) -> None:
+        del self._waiting[waiter]
+        if isinstance(waiter, _Request):
+            del self._waiting_requests[waiter.submit.request_id]
 
     def _begin_read(self, name: str) -> int:
         """Read an adapter if there is or may be room for it; the read's number, 0 if there is none."""
@@ -392,7 +425,6 @@ class Adapters:
         old = self._by_name.get(name)
         self._by_name[name] = resident
         resident.names.add(name)
-        self._names_of_digests[resident.digest] = name
         if old is not None and old is not resident:
             old.names.discard(name)
             self._leave_if_unnamed(old)
@@ -435,13 +467,3 @@ class Adapters:
 
 
 _NO_ADAPTERS = "this daemon serves no adapters: it was started without adapter_dir"
-
-
-def _with_less_time(command: Submit, waited_s: float) -> Submit:
-    """The command with what is left of its times, at least a moment."""
-    if not (command.deadline_s or command.queue_timeout_s):
-        return command
-    deadline_s, queue_timeout_s = (
-        max(limit_s - waited_s, 1e-3) if limit_s else 0.0 for limit_s in (command.deadline_s, command.queue_timeout_s)
-    )
-    return msgspec.structs.replace(command, deadline_s=deadline_s, queue_timeout_s=queue_timeout_s)

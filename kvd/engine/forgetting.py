@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvd.cache.tenants import Selection
 from kvd.commands import Event, ForgetDone, ForgetPrefixes, OpDone, OpFailed, Recipe
+from kvd.engine.adapters import Adapters
 from kvd.engine.pins import Pins
 from kvd.engine.ports import CacheObserver
 from kvd.scheduler.scheduler import Scheduler
@@ -26,11 +27,19 @@ class Forgetting:
     """Used by the engine thread alone."""
 
     def __init__(
-        self, *, scheduler: Scheduler, pins: Pins, observer: CacheObserver, observe: Callable[[], None], block_size_tokens: int
+        self,
+        *,
+        scheduler: Scheduler,
+        pins: Pins,
+        adapters: Adapters,
+        observer: CacheObserver,
+        observe: Callable[[], None],
+        block_size_tokens: int,
     ) -> None:
         """``observe`` hands the cache's events on."""
         self._scheduler = scheduler
         self._pins = pins
+        self._adapters = adapters
         self._observer = observer
         self._observe = observe
         self._block_bytes = block_size_tokens * TOKEN_BYTES
@@ -49,10 +58,10 @@ class Forgetting:
         if not self._observer.may_forget:
             return [], [OpFailed(command.op_id, ErrorCode.OVERLOADED, "too many forgets are not done yet", _RETRY_AFTER_S)]
         selection = Selection(command.tenant, command.tenant_salt, whole)
+        events = self._adapters.forget(selection)  # first: what the rest ends may let a pin go on that waits for its adapter
         recipes, computing, own = self._pins.forget(selection)
-        events: list[Event] = []
         for request_id in computing:
-            events += self._scheduler.abort(request_id)
+            events += self._adapters.abort(request_id) or self._scheduler.abort(request_id)
         num_blocks, more = self._scheduler.forget(selection)
         self._open[command.op_id] = _Open(selection, num_blocks, len(recipes))
         self._observe()

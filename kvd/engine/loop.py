@@ -156,7 +156,12 @@ class EngineLoop:
         self._recomputing: set[bytes] = set()
         self._checkpoints: set[bytes] = set()
         self._forgetting = Forgetting(
-            scheduler=scheduler, pins=pins, observer=observer, observe=self._observe, block_size_tokens=cache.block_size_tokens
+            scheduler=scheduler,
+            pins=pins,
+            adapters=adapters,
+            observer=observer,
+            observe=self._observe,
+            block_size_tokens=cache.block_size_tokens,
         )
         self._drain_requested = False
         self._drain_deadline_s = 0.0

@@ -36,7 +36,7 @@ from kvd.commands import (
     Submit,
     Unpin,
 )
-from kvd.engine.adapters import Adapters
+from kvd.engine.adapters import FORGOTTEN, Adapters
 from kvd.engine.ports import CacheObserver, RecipeBook
 from kvd.types import TOKEN_BYTES, ErrorCode, SamplingParams
 
@@ -139,7 +139,7 @@ class Pins:
                 pending = stage[key]
                 pending.is_superseded = True
                 if pending.op_id:
-                    events.append(OpFailed(pending.op_id, ErrorCode.NOT_FOUND, "the prefix was forgotten meanwhile"))
+                    events.append(OpFailed(pending.op_id, ErrorCode.NOT_FOUND, FORGOTTEN))
         for pending in self._computing.values():
             prefix = pending.recipe.token_ids[: pending.num_blocks * self._block_bytes]
             pending.is_disturbed |= not pending.is_superseded and selection.may_hold(pending.recipe.tenant_salt, prefix)

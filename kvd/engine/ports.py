@@ -86,16 +86,19 @@ class AdapterSource(Protocol):
     """LoRA adapters on disk and in the executor. Never blocks; what takes time is told through the inbox, as ``AdapterRead`` and ``AdapterNames``."""
 
     def read(self, read_id: int, name: str) -> None:
-        """Read an adapter and make it ready for ``install``."""
+        """Read an adapter. What a read without an error has brought is its own until it is installed or discarded."""
 
     def list_names(self, op_id: bytes) -> None:
         """Find the adapters on disk."""
 
-    def install(self, digest: bytes) -> None:
-        """Rows may begin with this adapter, which was read, from now on."""
+    def install(self, read_id: int, digest: bytes) -> None:
+        """Rows may begin with what this read has brought from now on."""
+
+    def discard(self, read_id: int) -> None:
+        """What this read has brought is not wanted, or there already."""
 
     def remove(self, digest: bytes) -> None:
-        """No further row begins with it, and its memory is free when the last one is over; or it was read and is not wanted."""
+        """No further row begins with it, and its memory is free when the last one is over."""
 
 
 class RecipeBook(Protocol):

@@ -80,8 +80,10 @@ class AdapterStore:
         self._in_order = in_order
         self._on_read = on_read
         self._on_names = on_names
+        self._read: dict[int, PackedAdapter] = {}
+        """By read, until it is installed or discarded: whatever is removed meanwhile, a read keeps what it found."""
         self._packed: dict[bytes, PackedAdapter] = {}
-        """Read and not removed since, by digest."""
+        """Installed and not removed since, by digest."""
         self._lock = threading.Lock()
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._run, name="kvd-adapters", daemon=True).start()
@@ -96,17 +98,22 @@ class AdapterStore:
 
     def read(self, read_id: int, name: str) -> None:
         """Read and pack an adapter; ``on_read`` is called when that is over."""
-        self._work.put(lambda: self._on_read(read_id, self._read(name)))
+        self._work.put(lambda: self._on_read(read_id, self._pack(read_id, name)))
 
     def list_names(self, op_id: bytes) -> None:
         """Find the adapters there are; ``on_names`` is called with them."""
         self._work.put(lambda: self._list(op_id))
 
-    def install(self, digest: bytes) -> None:
-        """Have the runner take an adapter that was read."""
+    def install(self, read_id: int, digest: bytes) -> None:
+        """Have the runner take what a read has brought."""
         with self._lock:
-            packed = self._packed[digest]
+            packed = self._packed[digest] = self._read.pop(read_id)
         self._between_steps(lambda: self._target.install_adapter(digest, packed.adapter))
+
+    def discard(self, read_id: int) -> None:
+        """Forget what a read has brought; what is installed stays."""
+        with self._lock:
+            del self._read[read_id]
 
     def remove(self, digest: bytes) -> None:
         """Forget an adapter; rows that run with it keep it until they are over."""
@@ -126,15 +133,15 @@ class AdapterStore:
         while (work := self._work.get()) is not None:
             work()
 
-    def _read(self, name: str) -> ReadAdapter:
+    def _pack(self, read_id: int, name: str) -> ReadAdapter:
         try:
             files = read_adapter_files(self._directory, name, self._target.max_adapter_bytes)
             with self._lock:
                 packed = self._packed.get(files.digest)
             if packed is None:
                 packed = self._target.pack_adapter(files)
-                with self._lock:
-                    self._packed[files.digest] = packed
+            with self._lock:
+                self._read[read_id] = packed
         except AdapterError as error:
             return ReadAdapter(error=str(error), is_missing=isinstance(error, AdapterNotFoundError))
         except Exception as error:  # whatever it is, those who wait must hear of it

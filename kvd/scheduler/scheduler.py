@@ -125,12 +125,20 @@ class Scheduler:
     # ----------------------------------------------------------------------------------------------- commands
 
     def submit(
-        self, command: Submit, *, internal: bool = False, background: bool = False, origin: BlockOrigin = BlockOrigin.COMPUTED
+        self,
+        command: Submit,
+        *,
+        internal: bool = False,
+        background: bool = False,
+        origin: BlockOrigin = BlockOrigin.COMPUTED,
+        is_private: bool = False,
+        waited_s: float = 0.0,
     ) -> list[Event]:
         """Accept a request, or refuse it at once. An id that is live already is ignored: the edge has deduplicated.
 
         ``internal``: nobody reads its tokens, so only its terminal event is told, it needs no credit, is always let wait, and does not count as a use of the
-        cache. ``background``: it runs behind everyone else. ``origin``: what the blocks that it computes are marked with.
+        cache. ``background``: it runs behind everyone else. ``origin``: what the blocks that it computes are marked with. ``is_private``: it leaves nothing in the
+        cache. ``waited_s``: how long it has waited before, which counts for its rank, its times and its ``queue_ms``.
         """
         if command.request_id in self._requests:
             return []
@@ -145,19 +153,20 @@ class Scheduler:
             return [refusal]
         self._arrival += 1
         self._counters["accepted"] += 1
-        now_s, roster = self._clock.monotonic(), self._roster
+        submitted_s, roster = self._clock.monotonic() - waited_s, self._roster
         request = Request(
             command,
             namespace,
             arrival=self._arrival,
             max_tokens=clamp_max_tokens(command, namespace, self._cache, self._max_model_len),
-            submitted_s=now_s,
+            submitted_s=submitted_s,
             tenant=roster.tenants.open(command.tenant),
             priority=BACKGROUND if background else command.priority,
-            rank_s=now_s + min(command.deadline_s or self._config.ageing_s, self._config.ageing_s),
+            rank_s=submitted_s + min(command.deadline_s or self._config.ageing_s, self._config.ageing_s),
             is_internal=internal,
             origin=origin,
         )
+        request.is_private = is_private
         begin_search(request)
         if self._drafting is not None:
             self._drafting.enrol(request)

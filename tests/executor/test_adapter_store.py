@@ -36,10 +36,10 @@ class World:
             on_names=lambda op_id, names, error: self.names.put((op_id, names, error)),
         )
 
-    def read(self, name):
-        self.store.read(7, name)
-        read_id, result = self.reads.get(timeout=10)
-        assert read_id == 7
+    def read(self, name, read_id=7):
+        self.store.read(read_id, name)
+        of, result = self.reads.get(timeout=10)
+        assert of == read_id
         return result
 
     def close(self):
@@ -57,21 +57,33 @@ def world(tmp_path):
 
 def test_a_step_on_its_way_begins_rows_with_an_adapter_that_is_gone_meanwhile(world):
     poet = world.read("poet")
-    world.store.install(poet.digest)
+    world.store.install(7, poet.digest)
     tickets = [world.executor.submit(start(row, poet.digest if row else b"")) for row in range(3)]
     world.store.remove(poet.digest)
     outputs = [world.executor.collect(ticket).token_ids for ticket in tickets]
     assert outputs[1] == outputs[2] != outputs[0]
     assert world.read("poet").digest == poet.digest
-    world.store.install(poet.digest)
+    world.store.install(7, poet.digest)
     assert world.executor.collect(world.executor.submit(start(4, poet.digest))).token_ids == outputs[1]
+
+
+def test_what_a_read_has_brought_stays_its_own_whatever_leaves_meanwhile(world):
+    poet = world.read("poet", 1)
+    world.store.install(1, poet.digest)
+    assert [world.read("poet", read_id) for read_id in (2, 3)] == [poet, poet]
+    world.store.remove(poet.digest)
+    world.store.install(2, poet.digest)
+    world.store.discard(3)
+    assert world.executor.collect(world.executor.submit(start(0, poet.digest))).token_ids
+    with pytest.raises(KeyError):
+        world.store.install(3, poet.digest)
 
 
 def test_a_row_without_its_adapter_ends_the_executor_and_nothing_waits_for_it(world):
     poet = world.read("poet")
     with pytest.raises(KeyError, match="not loaded"):
         world.executor.collect(world.executor.submit(start(0, poet.digest)))
-    world.store.install(poet.digest)
+    world.store.install(7, poet.digest)
     world.store.remove(poet.digest)
 
 
