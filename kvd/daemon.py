@@ -147,6 +147,8 @@ class Daemon:
             self._outbox.put([Stopped(flush_s)])
             if frontend is not None:
                 frontend.stop(flush_s + _FRONTEND_STOP_S)
+            if self._head_start.weights is not None:
+                self._head_start.weights.discard()
             if self._rehydrating is not None:
                 self._rehydrating.wait(_REHYDRATION_STOP_S)  # left behind if its disk hangs: it goes with the process
             if self._grammar is not None:
@@ -320,7 +322,7 @@ class Daemon:
         self._may_interrupt = False
         self._end_if_stopped()
         started = self._clock.monotonic()
-        loading = self._loading = Loading(engine.load, self._progress.on_weights)
+        loading = self._loading = Loading(engine.load, self._on_weights)
         loading.start()
         preparing = self._preparing = prepare_beside(self._grammar, self._log)
         self._publish(State.REHYDRATING)
@@ -344,6 +346,11 @@ class Daemon:
             pins_deadline_s=deadline_s,
             recompute_deadline_s=min(deadline_s, now + config.storage.recompute_budget_s),
         )
+
+    def _on_weights(self, text: str) -> None:
+        """On the loading thread, which ends at its next report when the start is to end."""
+        self._end_if_stopped()
+        self._progress.on_weights(text)
 
     def _bring_back(self, storage: Storage, engine: OpenEngine, cache: CacheManager, started: float, deadline_s: float) -> _Restored:
         """On a thread of its own, which ends at the next report of progress when the start is to end."""

@@ -6,10 +6,11 @@ threads of its own; the application's thread only waits for it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
+import os
 import queue
+import shutil
 import tempfile
 import threading
 import time
@@ -95,7 +96,8 @@ class LLM:
 
     def close(self) -> None:
         """End what runs, write the last checkpoint where there is a state directory, and give all memory back. Calling it again does nothing."""
-        self._finalizer()
+        self._engine.close()
+        self._finalizer.detach()
 
     @property
     def client(self) -> Client:
@@ -162,22 +164,33 @@ class _Engine:
     """The daemon, its thread, and the client over them."""
 
     def __init__(self, config: DaemonConfig, *, is_kept: bool) -> None:
-        self._scratch = None if is_kept else tempfile.TemporaryDirectory(prefix="kvd-llm-")
-        if self._scratch is not None:
-            config = dataclasses.replace(config, storage=dataclasses.replace(config.storage, state_dir=Path(self._scratch.name)))
+        self._pid = os.getpid()
+        self._scratch: str | None = None
+        self._daemon: Daemon | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._is_over = threading.Event()  # not the thread's join: one that a signal interrupts takes the thread for dead
         self._has_kernels = (
             config.model.executor != "fake" and native.status().isa is not None
         )  # where torch computes, they draw the samples
         if self._has_kernels and not _native_engines.acquire(blocking=False):
-            self._remove_scratch()
             raise EngineStoppedError("another kvd.LLM of this process has the native kernels' threads, which work for one: close it first")
-        self._edge = EmbeddedEdge()
-        self.client = Client.over(self._edge, endpoint=NAME, timeout_s=math.inf)
-        self._daemon: Daemon | None = Daemon(config, open_edge=self._edge.attach)
-        self._error: BaseException | None = None
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="kvd-engine", daemon=True)
-        self._thread.start()
+        try:
+            if not is_kept:
+                self._scratch = tempfile.mkdtemp(prefix="kvd-llm-")
+                config = dataclasses.replace(config, storage=dataclasses.replace(config.storage, state_dir=Path(self._scratch)))
+            self._edge = EmbeddedEdge()
+            self.client = Client.over(self._edge, endpoint=NAME, timeout_s=math.inf)
+            self._daemon = Daemon(config, open_edge=self._edge.attach)
+            self._thread = threading.Thread(target=self._run, name="kvd-engine", daemon=True)
+            self._thread.start()
+        except BaseException:
+            if self._daemon is not None:
+                self._daemon.request_stop()
+            if self._thread is None or not self._thread.is_alive():
+                self._give_back()
+            raise
 
     def _run(self) -> None:
         assert self._daemon is not None, "it goes at the end"
@@ -187,6 +200,19 @@ class _Engine:
             self._error = error
         finally:
             self._edge.end()
+            while self._daemon.is_loading:  # it computes with the kernels' threads, and the interpreter must not end under it
+                time.sleep(_POLL_S)
+            self._daemon = None  # with the model and the pool
+            self._give_back()
+            self._is_over.set()
+
+    def _give_back(self) -> None:
+        """Kernels and directory: on the engine's thread, however those who wait for it are interrupted."""
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._has_kernels:
+            self._has_kernels = False
+            _native_engines.release()
 
     def wait_ready(self) -> None:
         try:
@@ -202,9 +228,11 @@ class _Engine:
 
     def stopped(self) -> Exception:
         """Why there is no engine."""
+        if os.getpid() != self._pid:
+            return EngineStoppedError("it belongs to the process that made it")
         if self._is_closed:
             return EngineStoppedError("it was closed")
-        self._thread.join(_STOP_S)
+        self._is_over.wait(_STOP_S)
         if isinstance(self._error, ConfigError):
             return self._error
         stopped = EngineStoppedError(str(self._error) if self._error is not None else "the engine has died; its log says why")
@@ -212,22 +240,18 @@ class _Engine:
         return stopped
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        assert self._daemon is not None, "it goes once"
-        self._edge.close()
-        self._daemon.request_stop()
-        self._thread.join(_STOP_S)
-        self._daemon = None  # with the model and the pool
-        if self._has_kernels and not self._thread.is_alive():
-            _native_engines.release()
-        self._remove_scratch()
-
-    def _remove_scratch(self) -> None:
-        if self._scratch is not None:
-            with contextlib.suppress(OSError):
-                self._scratch.cleanup()
+        """Again after an interruption: wait again."""
+        if os.getpid() != self._pid:
+            return  # of a fork: everything is the parent's
+        daemon, thread = self._daemon, self._thread
+        if not self._is_closed:
+            self._is_closed = True
+            self._edge.close()
+            if daemon is not None:
+                daemon.request_stop()
+        del daemon
+        if self._is_over.wait(_STOP_S) and thread is not None:
+            thread.join(_POLL_S)
 
 
 class _Batch:

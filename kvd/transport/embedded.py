@@ -86,7 +86,8 @@ class EmbeddedEdge:
 
     def grant(self, call: Call, num_tokens: int) -> None:
         """The reader of a stream has taken so many tokens."""
-        self._submit(lambda session, _: session.grant(call, num_tokens))
+        if os.getpid() == self._pid:
+            self._submit(lambda session, _: session.grant(call, num_tokens))
 
     def close(self) -> None:
         """End every call, and abort in the daemon what runs. The daemon goes on until it is told to stop."""

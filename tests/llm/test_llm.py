@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import io
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -170,6 +172,78 @@ def test_what_is_closed_says_so():
     assert daemon() is None, "the pool is kept"
 
 
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_what_loads_has_ended_when_a_start_was_interrupted(monkeypatch, is_deaf):
+    """A thread left behind would compute beside the next engine, and abort the interpreter's way out."""
+    daemons, begun = [], threading.Event()
+
+    def load(progress):
+        begun.set()
+        for done in range(1 if is_deaf else 100):
+            progress(done, 100)
+            time.sleep(1.0 if is_deaf else 0.1)
+
+    class Loads(kvd.llm.Daemon):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            daemons.append(self)
+
+        def _open_engine(self, *args):
+            return dataclasses.replace(super()._open_engine(*args), load=load)
+
+    def interrupt():
+        begun.wait(30)
+        time.sleep(0.2)  # until the main thread only waits
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    monkeypatch.setattr(kvd.llm, "Daemon", Loads)
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        kvd.LLM(executor="fake", kv_memory="1MiB")
+    interrupter.join()
+    assert not daemons[0].is_loading
+    assert time.monotonic() - started < 8
+
+
+def test_an_interrupted_close_gives_everything_back_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    engine = kvd.LLM(executor="fake", kv_memory="1MiB")
+    assert len(list(tmp_path.iterdir())) == 1
+    assert kvd.llm._native_engines.acquire(blocking=False)  # as one that computes has it
+    engine._engine._has_kernels = True
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._engine._is_over, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+    engine.close()  # waits again
+    assert list(tmp_path.iterdir()) == []
+    assert kvd.llm._native_engines.acquire(blocking=False)
+    kvd.llm._native_engines.release()
+
+
+def test_a_start_that_fails_at_once_gives_everything_back(tmp_path, monkeypatch):
+    class Isa:
+        isa = "any"
+
+    def fails(*_, **__):
+        raise MemoryError("here")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(kvd.llm, "Daemon", fails)
+    monkeypatch.setattr(kvd.llm, "resolve_model", lambda model: model)
+    monkeypatch.setattr(kvd.llm.native, "status", Isa)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="here"):
+            kvd.LLM("any")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_settings_are_checked(tmp_path):
     for wrong, error, message in (
         ({"max_runing": 3}, TypeError, "did you mean max_running"),
@@ -204,6 +278,30 @@ running = engine.client.generate("a", stream=True, max_tokens=5000)
 def test_a_program_that_closes_nothing_just_ends():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+FORKED = """
+import os, sys, tempfile
+import kvd
+engine = kvd.LLM(executor="fake", kv_memory="1MiB")
+pid = os.fork()
+if not pid:
+    try:
+        engine.generate("a")
+    except kvd.llm.EngineStoppedError as error:
+        print(error, flush=True)
+    sys.exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), len(os.listdir(tempfile.gettempdir())))
+print(engine.generate("a", max_tokens=3)[0].usage.completion_tokens)
+"""
+
+
+def test_a_fork_leaves_everything_to_its_parent(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, check=False, timeout=60, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "it belongs to the process that made it\n0 1\n3\n", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "embedded.py"
