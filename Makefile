@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -q --durations=15 -n 2 --dist loadfile
 # Marks of the tests that need more than the pure environment has.
 IMPURE := torch or store or socket or e2e or model or oracle or grammar or systemd
 
-.PHONY: demo test setup native model lint test-pure test-full test-sanitizers bench bench-budgets bench-persistence bench-rehydrate bench-trace bench-scaling soak install wheels gpu-wheels clean
+.PHONY: demo test setup native model lint test-pure test-full test-sanitizers bench bench-budgets bench-generation bench-persistence bench-rehydrate bench-trace bench-scaling soak install wheels gpu-wheels clean
 
 demo: model
 	$(BIN)/kvd demo
@@ -69,6 +69,11 @@ test-sanitizers: setup
 bench: model
 	$(if $(GO_ON),,rm -f bench.json)
 	$(BIN)/python tests/bench/bench_peers_table.py --out bench.json --page docs/benchmarks.md $(PEERS)
+
+# Speculation, streams beside arriving prompts, blocks that beams save: some ten minutes. GENERATION="--draft-model …" for more.
+bench-generation: model
+	$(if $(GO_ON),,rm -f bench-generation.json)
+	$(BIN)/kvd bench generation --out bench-generation.json --page docs/benchmarks-generation.md $(GENERATION)
 
 # What a daemon costs beside its model: memory, idle, beside a neighbour, between steps; fails where a budget is exceeded.
 bench-budgets: model

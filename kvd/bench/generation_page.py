@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 
 from kvd.bench.comparing import compare
@@ -15,11 +16,12 @@ _ABOUT_SPECULATION = (
 )
 _ABOUT_GAPS = (
     "Gaps between the pieces of running streams, of those that touch the time from a long prompt's arrival to its first token; three prompts one after another in each measurement. *unchunked*: a step takes the whole prompt;",
-    "*chunked*: pieces of 512 tokens; *bound-N*: `max_inter_token_ms` is N. *otherwise*: the 99th percentile of the other gaps of the same streams. Beside: tokens a second of all streams together while a prompt is computed. [How it works](scheduling.md#prompts-beside-running-streams).",
+    "there is one long gap for each stream then, beside the quick ones before and after it, so that its median says little. *chunked*: pieces of 512 tokens; *bound-N*: `max_inter_token_ms` is N. *otherwise*: the 99th percentile of the other gaps of the same streams. Beside: tokens a second of all streams together while a prompt is computed. [How it works](scheduling.md#prompts-beside-running-streams).",
 )
 _ABOUT_BEAMS = (
     "The part of the places in block tables that needed no block of their own, looked at every 20 ms: the saving of the PagedAttention paper's figure about sharing. No request finds what another one computed. [How it works](beam-search.md).",
 )
+_QUIET_CORES = 0.2
 _GAP_FIGURES = ("gap_p50_s", "gap_p99_s", "gap_max_s", "quiet_gap_p99_s", "beside_tokens_per_s", "long_ttft_s")
 
 
@@ -34,6 +36,7 @@ def generation_page(result: Result) -> str:
         "",
         f"* measured: {period(result)}; load before the run: {facts['load_before']}; at most {rounds} interleaved rounds, one server alive at a time, started anew each round",
         f"* machine: {facts['machine']}",
+        *_busy(result),
         f"* kvd: commit {facts['commit'] or 'unknown'} (`+`: changed since), build {facts['build']}; the same for every figure",
         "* figures: medians, with their range; times better: the median of one pair a round (above 1: better, for rates and for times), with the bootstrap's 95 % interval, of fewer than six rounds their range",
         "",
@@ -54,6 +57,16 @@ def generation_page(result: Result) -> str:
         lines += ["## Notes", "", *(f"* {FOLDERS.sub('', note)[:400]}" for note in said), ""]
     lines += ["## All figures", "", *starts(result), *all_figures(result)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _busy(result: Result) -> list[str]:
+    """Said where other processes took more than a little of the machine."""
+    others = [each["other_cores"] for each in result.samples if each["other_cores"] is not None]
+    if not others or (cores := statistics.median(others)) <= _QUIET_CORES:
+        return []
+    return [
+        f"* **measured on a busy machine**: other processes had {cores:.1f} cores, in the median over all measurements; rates and times say little then"
+    ]
 
 
 def _section(heading: str, about: Sequence[str], rows: Iterator[str]) -> list[str]:

@@ -209,6 +209,16 @@ def test_the_page_has_ratios_with_their_spread_and_acceptance():
     assert "/some/where" not in text
 
 
+def test_the_page_says_when_the_machine_was_busy():
+    result = made(Point("random", 0, 128, 1, 4), {"off": rates(100, 100)})
+    assert "busy machine" not in generation_page(result)
+    for sample in result.samples:
+        sample["other_cores"] = 0.1
+    assert "busy machine" not in generation_page(result)
+    result.samples[0]["other_cores"] = 1.5
+    assert "other processes had 0.8 cores" in generation_page(result)
+
+
 def test_modes_that_answer_differently_are_said():
     point = Point("random", 0, 128, 1, 4)
     result = made(point, {"off": rates(100, 100), "auto": rates(100, 100)}, is_same=False)
