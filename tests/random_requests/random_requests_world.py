@@ -148,10 +148,12 @@ class Pressed:
             BreachError: a promise was not kept.
         """
         crowd = WireCrowd(self.process.endpoint, seed=2)
-        exchanges = crowd.run_to_the_end(items, self.process.process.terminate, after_s=0.02, rest_s=0.5)
-        code = self.process.wait_dead()
-        crowd.read_for(0.2)
-        crowd.close()
+        try:
+            exchanges = crowd.run_to_the_end(items, self.process.process.terminate, after_s=0.02, rest_s=0.5)
+            code = self.process.wait_dead()
+            crowd.read_for(0.2)
+        finally:
+            crowd.close()
         need(code == 0, f"it ended with {code}")
         self.counts["requests"] += len(exchanges)
         self.counts["drained"] += sum(isinstance(each.terminal, Failed) and each.terminal.code == Code.DRAINING for each in exchanges)

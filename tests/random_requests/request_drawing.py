@@ -69,6 +69,8 @@ FEATURES = (
     "order",
     "penalties",
     "prompt_logprobs",
+    "repetitive",
+    "repetitive",
     "retention",
     "salt",
     "speculation",
@@ -81,7 +83,20 @@ FEATURES = (
     "truncation_of_draws",
 )
 AGAINST_BEAMS = frozenset(
-    ("allowed", "banned", "best_of", "bias", "bad_words", "constraint", "draft", "penalties", "speculation", "stop", "truncation_of_draws")
+    (
+        "repetitive",
+        "allowed",
+        "banned",
+        "best_of",
+        "bias",
+        "bad_words",
+        "constraint",
+        "draft",
+        "penalties",
+        "speculation",
+        "stop",
+        "truncation_of_draws",
+    )
 )
 
 
@@ -343,6 +358,13 @@ def _draw_feature(draw: Any, feature: str, features: set[str], options: dict[str
         case "retention":
             options["cache_priority"] = draw(st.integers(0, 100))
             options["cache_ttl_s"] = draw(st.sampled_from((0.0, 0.01, 1.0)))
+        case "repetitive":  # what came before comes again, so that much is drafted, and some of it is wrong
+            options["allowed_token_ids"] = tuple(sorted(draw(st.sets(ids, min_size=2, max_size=3))))
+            options["max_tokens"] = vocabulary.most_tokens
+            options["ignore_eos"] = True
+            first, *_, last = options["allowed_token_ids"]
+            if vocabulary is BYTES and last < 128 and draw(st.booleans()):
+                options["bad_words"] = (draw(st.sampled_from((chr(first) + chr(last), chr(last) + chr(first), 2 * chr(last)))),)
         case "salt":
             options["cache_salt"] = draw(st.sampled_from(SALTS))
         case "speculation":
@@ -353,6 +375,8 @@ def _draw_feature(draw: Any, feature: str, features: set[str], options: dict[str
         case "stop":
             options["stop"] = tuple(draw(st.sets(st.sampled_from(("e", "th", "a", "in", "er ", "🙂", "zz", "\n")), min_size=1, max_size=3)))
             options["include_stop"] = draw(st.booleans())
+            if draw(st.booleans()):
+                options["min_tokens"] = draw(st.integers(0, options["max_tokens"]))
         case "stop_ids":
             options["stop_token_ids"] = tuple(draw(st.sets(ids, min_size=1, max_size=3)))
         case "times":

@@ -39,6 +39,7 @@ from request_drawing import Ask, Op
 from request_rules import is_held
 from two_tenants import TwoTenants
 
+HEARTBEAT_S = 5.0
 SLOW_S = 0.02
 TWICE_S = 0.004
 _OP_CODES = {
@@ -110,7 +111,10 @@ class WireCrowd:
         self.exchanges: dict[bytes, Exchange] = {}
         """Of all crowds: a message about one that is over is a breach whenever it comes."""
         self.operations: dict[bytes, Operation] = {}
+        self._at_the_end: set[Code] = set()
+        """How an operation may fail besides while its daemon drains."""
         self._pongs: set[int] = set()
+        self._beat_s = 0.0
         self._events: list[tuple[float, int, Any, Any]] = []
         for number in range(num_peers):
             socket = self._context.socket(zmq.DEALER)
@@ -161,6 +165,7 @@ class WireCrowd:
         """Send them all, have the daemon end in the middle, and read what it still says."""
         calls = self._begin(items)
         self.read_for(after_s)
+        self._at_the_end = {Code.DRAINING}
         end()
         self.read_for(rest_s)
         return [call for call in calls if isinstance(call, Exchange)]
@@ -253,6 +258,10 @@ class WireCrowd:
         while self._events and self._events[0][0] <= now:
             _, _, action, subject = heapq.heappop(self._events)
             action(subject)
+        if now >= self._beat_s:
+            self._beat_s = now + HEARTBEAT_S
+            for socket in self._sockets:
+                socket.send_multipart(codec.encode(Ping()))
         wait_s = min(until_s, self._events[0][0] if self._events else until_s) - time.monotonic()
         for socket, _ in self._poller.poll(max(0.0, min(wait_s, 1.0)) * 1000):
             while True:
@@ -293,7 +302,7 @@ class WireCrowd:
             raise BreachError(f"{message} for {operation}")
         operation.terminal = message
         is_refused = self._has_tenants and operation.op.peer < 2 and operation.op.kind in _OF_OPERATORS
-        may = {Code.BAD_REQUEST} if is_refused else _OP_CODES[operation.op.kind] | {Code.OVERLOADED}
+        may = self._at_the_end | ({Code.BAD_REQUEST} if is_refused else _OP_CODES[operation.op.kind] | {Code.OVERLOADED})
         if message.code not in may if isinstance(message, Failed) else is_refused:
             raise BreachError(f"{operation.op} failed with {message}")
         operation.data = codec.unpack_body(bodies[0]) if bodies else None
