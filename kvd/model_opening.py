@@ -159,6 +159,7 @@ def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path, 
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     begun_s = time.monotonic()
     from kvd.executor.assemble import open_model
+    from kvd.executor.torch_threads import compute_here_with
 
     opened_s = time.monotonic()
 
@@ -179,13 +180,15 @@ def _open_torch(config: DaemonConfig, spec: ModelSpec, fingerprint_cache: Path, 
         raise ConfigError(f"adapter_dir: {opened.adapters.why_not}")
     opened.times.update(torch_import=opened_s - begun_s, pool_and_fingerprint=time.monotonic() - opened_s)
     runner: Runner = opened.runner
+    executor = ExecutorThread(runner, opened.host_memory)
+    executor.call(lambda: compute_here_with(opened.torch_threads))
     return OpenEngine(
         model=Path(config.model.model).name,
         fingerprint=opened.fingerprint,
         num_blocks=opened.num_blocks,
         max_model_len=opened.max_model_len,
         vocab_size=opened.spec.vocab_size,
-        executor=ExecutorThread(runner, opened.host_memory),
+        executor=executor,
         adapters=opened.adapters,
         load=opened.load,
         times=opened.times,

@@ -29,6 +29,7 @@ from kvd.executor.models.weights.native import keeps_quantised
 from kvd.executor.native_kv_pool import NativeKvPool, native_row_bytes, resolve_kv_type
 from kvd.executor.runner import ModelRunner, TorchRunner
 from kvd.executor.torch_adapters import TorchAdapter
+from kvd.executor.torch_threads import compute_here_with
 from kvd.executor.worker import BlockCopies, Later
 from kvd.step import TILE_TOKENS, ExecutorOutput, SchedulerOutput
 from kvd.types import BlockId, KvGroup
@@ -135,6 +136,8 @@ class OpenedModel:
     max_rows: int
     max_step_tokens: int
     threads: int
+    torch_threads: int
+    """What each thread that computes here gives torch (``compute_here_with``)."""
     kernel_family: str
     why_torch: str
     """Why torch computes, and not the native kernels; empty where they do."""
@@ -163,6 +166,7 @@ class OpenedModel:
     def load(self, progress: Callable[[int, int], None]) -> None:
         """Read the weights and run the warm-up steps; then ``runner`` takes steps. ``progress(done_bytes, total_bytes)`` is called as they come."""
         begun_s = time.monotonic()
+        compute_here_with(self.torch_threads)
         early = self.head_start.weights
         if early is not None and isinstance(self.pool, KvPool):
             early.discard()  # they are the native kernels'
@@ -255,7 +259,8 @@ def open_model(
         draft_dtype = resolve_dtype(model.dtype, device, draft[1].weights_dtype)
         drafting = plan_draft(*draft, spec, model, cache, device=device, dtype=draft_dtype, max_model_len=max_model_len)
     # the native kernels have threads of their own; torch only samples beside them
-    torch.set_num_threads(threads if reason or (drafting is not None and drafting.why_torch) else 1)
+    torch_threads = threads if reason or (drafting is not None and drafting.why_torch) else 1
+    compute_here_with(torch_threads)
     if device.type == "cpu" and native.status().isa is not None:
         native.pool(threads)  # also where torch computes: the sampler draws with it
     quantised = not reason and keeps_quantised(spec, model.weights)
@@ -313,6 +318,7 @@ def open_model(
         max_rows=scheduler.max_running,
         max_step_tokens=scheduler.max_tokens_per_step,
         threads=threads,
+        torch_threads=torch_threads,
         kernel_family=family,
         why_torch="" if on_gpu else reason,
         quantised=quantised,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ pytestmark = pytest.mark.torch
 import torch  # noqa: E402
 from tiny_models import make_model  # noqa: E402
 
-from kvd.config import CacheConfig, ConfigError, ModelConfig, SchedulerConfig  # noqa: E402
+from kvd.config import CacheConfig, ConfigError, DaemonConfig, ModelConfig, SchedulerConfig  # noqa: E402
 from kvd.executor.assemble import open_model  # noqa: E402
+from kvd.executor.head_start import HeadStart  # noqa: E402
 from kvd.executor.kernel_choice import why_torch  # noqa: E402
 from kvd.executor.kernels.cpu import native  # noqa: E402
 from kvd.executor.models.inspect import inspect_model  # noqa: E402
+from kvd.model_opening import open_engine  # noqa: E402
 from kvd.step import ContinuedRows, ExecutorOutput, SchedulerOutput, StartedRow  # noqa: E402
 from kvd.types import BlockId, SamplingParams, pack_tokens  # noqa: E402
 
@@ -40,6 +43,42 @@ def test_draws_take_the_threads_that_were_asked_for(tmp_path: Path, kernels: str
     output = ran if isinstance(ran, ExecutorOutput) else ran.result()
     assert len(output.token_ids) == 1
     assert native.pool().num_threads == 1
+
+
+def on_a_thread(work):
+    with ThreadPoolExecutor(1) as fresh:
+        return fresh.submit(work).result()
+
+
+@pytest.mark.parametrize("where", ["opening", "loading", "executor"])
+def test_torch_keeps_its_threads_in_the_rest_of_the_process(tmp_path: Path, where: str):
+    """An application's own models, beside the engine, on threads that have not used torch yet."""
+    path = make_model(tmp_path / "tiny")
+    config = DaemonConfig(
+        model=ModelConfig(model=str(path), device="cpu", dtype="float32", kernels="torch", threads=1), cache=CacheConfig(kv_memory=1 << 20)
+    )
+    before = on_a_thread(torch.get_num_threads)
+    on_a_thread(lambda: torch.set_num_threads(3))
+    opening = ThreadPoolExecutor(1)
+    try:
+        opened = opening.submit(open_engine, config, inspect_model(path), tmp_path / "digests.json", HeadStart()).result()
+        counts: list[int] = []
+
+        def count() -> None:
+            counts.append(torch.get_num_threads())
+
+        if where == "opening":
+            opening.submit(count).result()
+        elif where == "loading":
+            on_a_thread(lambda: (opened.load(lambda *_: None), count()))
+        else:
+            opened.executor.call(count).result()
+        assert counts == [1]
+        opened.executor.close(5.0)
+        assert on_a_thread(torch.get_num_threads) == 3
+    finally:
+        opening.shutdown()
+        on_a_thread(lambda: torch.set_num_threads(before))
 
 
 def test_a_word_that_is_no_instruction_set_is_refused(monkeypatch):
