@@ -14,6 +14,7 @@ from typing import Any
 from kvd.executor.adapter_files import AdapterError, AdapterFiles, StoredTensor
 from kvd.executor.models.spec import ModelSpec
 from kvd.executor.models.weights.plan import Assignment, assign
+from kvd.executor.patterns import PatternError, Patterns
 
 _PREFIX = "base_model.model."
 _TABLES = ("model.embed_tokens", "lm_head")
@@ -44,6 +45,9 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )
 """By key: why an adapter that sets it is refused."""
+
+_MAX_VALUE = 1e6
+"""Of a rank or alpha; NaN, infinity and integers that are no floats are none."""
 
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "True")
 """``init_lora_weights`` that leave the base model's weights as they are."""
@@ -104,6 +108,7 @@ class _Planner:
         self._config = files.config
         self._modules = _modules(spec)
         self._max_rank = max_rank
+        self._patterns = Patterns()
 
     def plan(self) -> Adapter:
         self._check_config()
@@ -143,11 +148,11 @@ class _Planner:
         """PEFT's ``check_target_module_exists``."""
         config = self._config
         excluded, targets = config.get("exclude_modules"), config.get("target_modules")
-        if excluded and _names(excluded, name, "exclude_modules"):
+        if excluded and self._names(excluded, name, "exclude_modules"):
             return False
         if targets == "all-linear":
             return name not in _TABLES
-        if not targets or not _names(targets, name, "target_modules"):
+        if not targets or not self._names(targets, name, "target_modules"):
             return False
         layers = config.get("layers_to_transform")
         if isinstance(targets, str) or layers is None or name in targets:
@@ -156,7 +161,7 @@ class _Planner:
             raise AdapterError(f"layers_to_transform is {layers!r:.80}; a number or a list of numbers is wanted")
         patterns = config.get("layers_pattern")
         patterns = [patterns] if isinstance(patterns, str) else patterns or ["[^.]*"]
-        found = next((match for pattern in patterns if (match := _match(rf".*\.{pattern}\.(\d+)\.", name, "layers_pattern"))), None)
+        found = next((match for pattern in patterns if (match := self._match(rf".*\.{pattern}\.(\d+)\.", name, "layers_pattern"))), None)
         return found is not None and int(found.group(1)) in ([layers] if isinstance(layers, int) else layers)
 
     def _module(self, name: str) -> AdaptedModule:
@@ -165,6 +170,7 @@ class _Planner:
         alpha = self._value("lora_alpha", "alpha_pattern", name, default=8)
         if not isinstance(rank, int) or not 1 <= rank <= self._max_rank:
             raise AdapterError(f"{name} has rank {rank}; 1 to {self._max_rank} are taken (max_adapter_rank)")
+        scale = alpha / (rank**0.5 if self._config.get("use_rslora") else rank)
         outputs, inputs = place.shape
         assert place.layer is not None, "only layers are adapted"
         return AdaptedModule(
@@ -173,7 +179,7 @@ class _Planner:
             first_row=place.first_row,
             num_rows=place.num_rows,
             rank=rank,
-            scale=alpha / (rank**0.5 if self._config.get("use_rslora") else rank),
+            scale=scale,
             a=self._tensor(f"{_PREFIX}{name}.lora_A.weight", (rank, inputs)),
             b=self._tensor(f"{_PREFIX}{name}.lora_B.weight", (outputs, rank)),
         )
@@ -183,11 +189,13 @@ class _Planner:
         patterns = self._config.get(pattern_key) or {}
         if not isinstance(patterns, Mapping):
             raise AdapterError(f"{pattern_key} is {patterns!r:.80}, no object")
-        value = next((each for pattern, each in patterns.items() if _match(rf"(.*\.)?({pattern})$", name, pattern_key)), None)
+        value = next((each for pattern, each in patterns.items() if self._match(rf"(.*\.)?({pattern})$", name, pattern_key)), None)
         if value is None:
             value = self._config.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise AdapterError(f"{key} is {value!r:.40}, no number")
+        if not abs(value) <= _MAX_VALUE:
+            raise AdapterError(f"{key} is too large or none; a number of at most {_MAX_VALUE:g} is wanted")
         return value
 
     def _tensor(self, name: str, shape: tuple[int, int]) -> StoredTensor:
@@ -198,6 +206,20 @@ class _Planner:
             raise AdapterError(f"tensor {name} has shape {list(tensor.shape)}, this model and configuration want {list(shape)}")
         return tensor
 
+    def _names(self, names: str | Sequence[str], module: str, key: str) -> bool:
+        """Whether a regular expression matches the whole name, or a list holds the name or the end of it."""
+        if isinstance(names, str):
+            return self._match(rf"(?:{names})\Z", module, key) is not None
+        if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+            raise AdapterError(f"{key} is {names!r:.80}; a regular expression or a list of names is wanted")
+        return any(module == each or module.endswith(f".{each}") for each in names)
+
+    def _match(self, pattern: str, name: str, key: str) -> re.Match[str] | None:
+        try:
+            return self._patterns.match(pattern, name)
+        except PatternError as error:
+            raise AdapterError(f"{key}: {pattern!r:.120}: {error}") from error
+
 
 def _modules(spec: ModelSpec) -> dict[str, Assignment]:
     """The layers' linear modules by the names that PEFT knows them by, in the order of the computation, whatever format the model is in."""
@@ -207,19 +229,3 @@ def _modules(spec: ModelSpec) -> dict[str, Assignment]:
 
 def _is_set(value: object) -> bool:
     return value not in (None, False, "", [], {})
-
-
-def _names(names: str | Sequence[str], module: str, key: str) -> bool:
-    """Whether a regular expression matches the whole name, or a list holds the name or the end of it."""
-    if isinstance(names, str):
-        return _match(rf"(?:{names})\Z", module, key) is not None
-    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
-        raise AdapterError(f"{key} is {names!r:.80}; a regular expression or a list of names is wanted")
-    return any(module == each or module.endswith(f".{each}") for each in names)
-
-
-def _match(pattern: str, name: str, key: str) -> re.Match[str] | None:
-    try:
-        return re.match(pattern, name)
-    except (re.error, RecursionError) as error:
-        raise AdapterError(f"{key}: {pattern!r:.120} is no regular expression: {error}") from error

@@ -26,9 +26,9 @@ def pack_adapter(adapter: Adapter, decoder: Any, dtype: str) -> Any:
         up, first_rank = [], 0
         for piece in pieces:
             what = f"adapter {adapter.name}: a tensor of layer {layer}"
-            down.pack_rows(threads, first_rank, np.ascontiguousarray(tensor_values(piece.a, what)))
+            down.pack_rows(threads, first_rank, np.ascontiguousarray(tensor_values(piece.a, what, dtype=dtype)))
             matrix = module.Matrix("f32", piece.num_rows, piece.rank)
-            matrix.pack_rows(threads, 0, np.ascontiguousarray(tensor_values(piece.b, what) * np.float32(piece.scale)))
+            matrix.pack_rows(threads, 0, np.ascontiguousarray(tensor_values(piece.b, what, scale=piece.scale)))
             up.append((piece.first_row, first_rank, matrix))
             first_rank += piece.rank
         packed.set(decoder, layer, part, down, up)

@@ -78,19 +78,25 @@ class RowAdapters(Generic[T]):
         return StepAdapters(adapters, of_rows) if adapters else None
 
 
-def tensor_values(tensor: StoredTensor, what: str) -> NDArray[np.float32]:
-    """A stored tensor as float32, of its shape.
+_LARGEST = {"float32": 3.4028234663852886e38, "bfloat16": 3.3895313892515355e38, "float16": 65504.0}
+
+
+def tensor_values(tensor: StoredTensor, what: str, *, dtype: str = "float32", scale: float = 1.0) -> NDArray[np.float32]:
+    """``scale`` times a stored tensor as float32, of its shape, finite in ``dtype`` too.
 
     Raises:
-        AdapterError: a value is not finite.
+        AdapterError: a value is not finite, or not so in ``dtype``.
     """
     values: NDArray[Any]
     if tensor.dtype == "BF16":
         values = (np.frombuffer(tensor.data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
     else:
         values = np.frombuffer(tensor.data, dtype={"F32": "<f4", "F16": "<f2"}[tensor.dtype]).astype(np.float32)
-    if not np.isfinite(values).all():
-        raise AdapterError(f"{what} holds values that are not finite")
+    if scale != 1.0:
+        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked at
+            values = values * np.float32(scale)
+    if not (np.abs(values) <= _LARGEST[dtype]).all():
+        raise AdapterError(f"{what} holds values that are not finite{f', or not in {dtype}' if dtype != 'float32' else ''}")
     return values.reshape(tensor.shape)
 
 

@@ -38,10 +38,10 @@ class TorchAdapter:
         self._products: dict[tuple[int, str], _LowRank] = {}
         for (layer, part), pieces in by_product(adapter.modules).items():
             what = f"adapter {adapter.name}: a tensor of layer {layer}"
-            a = np.concatenate([tensor_values(piece.a, what) for piece in pieces])
+            a = np.concatenate([tensor_values(piece.a, what, dtype=str(dtype).removeprefix("torch.")) for piece in pieces])
             parts, first_rank = [], 0
             for piece in pieces:
-                b = torch.from_numpy(tensor_values(piece.b, what) * np.float32(piece.scale)).to(device)
+                b = torch.from_numpy(tensor_values(piece.b, what, scale=piece.scale)).to(device)
                 parts.append(_Part(piece.first_row, first_rank, b))
                 first_rank += piece.rank
             self._products[layer, part] = _LowRank(torch.from_numpy(a).to(device=device, dtype=dtype), tuple(parts))

@@ -143,6 +143,13 @@ def test_all_linear_is_all_of_the_layers(tmp_path):
         ({"r": 17}, "has rank 17; 1 to 16 are taken"),
         ({"r": 0}, "has rank 0"),
         ({"lora_alpha": "big"}, "lora_alpha is 'big', no number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is too large or none"),
+        ({"lora_alpha": float("-inf")}, "lora_alpha is too large or none"),
+        ({"lora_alpha": 10**400}, "lora_alpha is too large or none"),
+        ({"alpha_pattern": {"q_proj": 1e999}}, "lora_alpha is too large or none"),
+        ({"target_modules": "(([a-z_.0-9]+)*)*!"}, "it repeats what has repeats or options of its own"),
+        ({"rank_pattern": {"(.*a){30}": 4}}, "rank_pattern: .*it repeats what has repeats"),
+        ({"exclude_modules": "a?" * 30 + "a" * 30}, "exclude_modules: .*in too many ways"),
         ({"rank_pattern": [1]}, "rank_pattern is"),
         ({"ranks": {"model.layers.0.self_attn.q_proj": 5}}, r"q_proj.lora_A.weight has shape \[5, 32\], this model and configuration want"),
         ({"sizes": {**SIZES, "model.layers.3.self_attn.q_proj": (32, 32)}}, "model.layers.3.self_attn.q_proj.lora_A.weight belongs to no module"),
@@ -205,6 +212,11 @@ def test_pickles_and_broken_files(tmp_path):
         (it / "adapter_model.safetensors").write_bytes(damaged)
         with pytest.raises(AdapterError, match="damaged safetensors file"):
             read_adapter_files(tmp_path, "it", 1 << 20)
+    for shape in (b"[32]", b"[32,1,4]", b"[" + b"9," * 500_000 + b"9]", b"[9" + b"9" * 4000 + b",1]", b'["4",32]', b"[-4,-32]"):
+        header = weights[8 : 8 + int.from_bytes(weights[:8], "little")].replace(b"[4, 32]", shape, 1)
+        (it / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4096))
+        with pytest.raises(AdapterError, match="is no matrix that its file could hold"):
+            read_adapter_files(tmp_path, "it", 4 << 20)
     (it / "adapter_model.safetensors").write_bytes(weights.replace(b'"F32"', b'"I32"', 1))
     with pytest.raises(AdapterError, match="is stored as 'I32'"):
         read_adapter_files(tmp_path, "it", 1 << 20)

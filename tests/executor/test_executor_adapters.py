@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from array import array
+
 import pytest
 
 pytestmark = pytest.mark.torch
@@ -9,7 +12,7 @@ pytestmark = pytest.mark.torch
 from dataclasses import replace  # noqa: E402
 
 import torch  # noqa: E402
-from lora_directories import make_adapter, module_sizes  # noqa: E402
+from lora_directories import CONFIG, make_adapter, module_sizes, write_safetensors  # noqa: E402
 from native_runner import native_decoder, native_runner  # noqa: E402
 
 from kvd.executor.adapter_files import AdapterError, read_adapter_files  # noqa: E402
@@ -237,13 +240,32 @@ def test_steps_in_the_queue_run_with_their_adapters_even_when_these_have_left(wo
 
 def test_values_that_are_not_finite_are_refused(world, tmp_path):
     sizes = module_sizes(num_layers=2, hidden_size=48, intermediate_size=150, num_heads=4, num_kv_heads=2, head_dim=16)
-    make_adapter(tmp_path / "broken", sizes, size=float("nan"))
-    adapter = plan_adapter(read_adapter_files(tmp_path, "broken", 1 << 20), LLAMA, 8)
-    with pytest.raises(AdapterError, match="not finite"):
-        TorchAdapter(adapter, dtype=torch.float32, device=torch.device("cpu"))
-    if world.spec is LLAMA:
+    for name, options in (("broken", {"size": float("nan")}), ("scaled", {"size": 1e36, "lora_alpha": 1_000_000})):
+        make_adapter(tmp_path / name, sizes, **options)
+        adapter = plan_adapter(read_adapter_files(tmp_path, name, 1 << 20), LLAMA, 8)
         with pytest.raises(AdapterError, match="not finite"):
-            pack_adapter(adapter, world.decoder, str(world.dtype).removeprefix("torch."))
+            TorchAdapter(adapter, dtype=torch.float32, device=torch.device("cpu"))
+        if world.spec is LLAMA:
+            with pytest.raises(AdapterError, match="not finite"):
+                pack_adapter(adapter, world.decoder, str(world.dtype).removeprefix("torch."))
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 65520.0), (torch.bfloat16, 3.4e38)])
+def test_what_the_models_type_can_not_hold_is_refused(tmp_path, dtype, value):
+    sizes = {"model.layers.0.self_attn.q_proj": (64, 48)}
+    make_adapter(tmp_path / "it", sizes, target_modules=["q_proj"])
+    write_safetensors(
+        tmp_path / "it" / "adapter_model.safetensors",
+        {
+            f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight": (shape, array("f", [number] * (shape[0] * shape[1])))
+            for half, shape, number in (("A", (4, 48), value), ("B", (64, 4), 1.0))
+        },
+    )
+    (tmp_path / "it" / "adapter_config.json").write_text(json.dumps({**CONFIG, "target_modules": r".*\.0\..*q_proj"}))
+    adapter = plan_adapter(read_adapter_files(tmp_path, "it", 1 << 20), LLAMA, 8)
+    TorchAdapter(adapter, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(AdapterError, match=f"not finite, or not in {str(dtype).removeprefix('torch.')}"):
+        TorchAdapter(adapter, dtype=dtype, device=torch.device("cpu"))
 
 
 def test_matrices_that_do_not_fit_the_product_are_refused():
