@@ -146,18 +146,20 @@ class FakeLaunch:
         FakeLaunch.alive[:] = [name for name in FakeLaunch.alive if name != self.name]
 
 
-def test_targets_on_one_server_take_turns_on_it_and_others_have_their_own():
+def test_targets_on_one_server_take_turns_on_it_and_others_have_their_own(monkeypatch):
+    monkeypatch.setattr("kvd.bench.running.build", lambda: "123")
+    monkeypatch.setattr("kvd.bench.results.build", lambda: "123")
     shared, alone = FakeLaunch("shared"), FakeLaunch("alone")
     targets = [
         Target("a", ScriptedServer(), "x", shared),
         Target("b", ScriptedServer(), "x", shared),
         Target("c", ScriptedServer(), "y", alone),
     ]
-    entries = [Entry(Point("decode", 0, 8, 1, 1)), Entry(Point("decode", 0, 8, 2, 2))]
+    entries = [Entry(Point("random", 0, 8, 1, 1)), Entry(Point("random", 0, 8, 2, 2))]
     said: list[str] = []
     runner = Runner(entries, targets, 2, Result.begun(0), warmup_requests=1, progress=Progress(said=said.append))
     result = asyncio.run(runner.run())
-    assert [line.split(":")[0] for line in said if ": decode" in line] == [*"ababcc", *"ccbaba"]
+    assert [line.split(":")[0] for line in said if ": random" in line] == [*"ababcc", *"ccbaba"]
     assert (shared.starts, alone.starts) == (2, 2)
     warm = [[ask for ask in target.server.asked if ask.max_tokens == 16] for target in targets]
     assert [len(asks) for asks in warm] == [2, 2, 2]  # each anew after each start
