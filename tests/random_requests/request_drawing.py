@@ -71,6 +71,7 @@ FEATURES = (
     "prompt_logprobs",
     "repetitive",
     "repetitive",
+    "repetitive",
     "retention",
     "salt",
     "speculation",
@@ -166,7 +167,7 @@ class Spoil:
         return message, [*(bodies if self.bodies is None else self.bodies), *self.more_bodies]
 
 
-_NO_TOOLS = {"tools": False, "constraint": "", "best_of": 0, "beam": None, "stop": (), "include_stop": False}
+_PLAIN = {"speculation": None, "tools": False, "constraint": "", "best_of": 0, "beam": None, "stop": (), "include_stop": False}
 SPOILS: dict[str, Spoil] = {
     "n": Spoil({"n": 0}, words=r"\bn is 0"),
     "many": Spoil({"n": 1000}, words=r"\bn is 1000"),
@@ -204,22 +205,22 @@ SPOILS: dict[str, Spoil] = {
     "mode": Spoil({"speculation": Speculation(mode="fast"), "beam": None}, words="speculation has the mode 'fast'"),
     "num_draft": Spoil({"speculation": Speculation(num_draft=33), "beam": None}, words="num_draft 33"),
     "acceptance": Spoil({"speculation": Speculation(acceptance="maybe"), "beam": None}, words="acceptance 'maybe'"),
-    "input": Spoil({**_NO_TOOLS, "input": "letters"}, words="input is 'letters'"),
+    "input": Spoil({**_PLAIN, "input": "letters"}, words="input is 'letters'"),
     "credit": Spoil({"credit": -1}, words="credit is -1"),
     "frames": Spoil(more_bodies=(b"one more",), words="body frames"),
-    "empty": Spoil({**_NO_TOOLS, "input": "text", "truncate_prompt": 0}, bodies=(b"",), words="prompt is empty"),
-    "no text": Spoil({**_NO_TOOLS, "input": "text"}, bodies=(b"\xff\xfe",), words="UTF-8"),
-    "half an id": Spoil({**_NO_TOOLS, "input": "ids"}, bodies=(b"\1\0\0",), words="packed u32"),
-    "no id": Spoil({**_NO_TOOLS, "input": "ids"}, bodies=(b"\0\0\0\1",), words="token id 16777216"),
-    "no chat": Spoil({**_NO_TOOLS, "input": "messages"}, bodies=(b"\xa1x",), words="messages are not"),
-    "tools": Spoil({**_NO_TOOLS, "input": "text", "tools": True}, bodies=(b"x", b"\x91\x80"), words="tools are for the chat template"),
-    "constraint": Spoil({**_NO_TOOLS, "constraint": "xml"}, more_bodies=(b"x",), words="constraint is 'xml'"),
-    "regex": Spoil({**_NO_TOOLS, "input": "text", "constraint": "regex"}, bodies=(b"xy", b"[a"), words="unclosed"),
-    "look-around": Spoil({**_NO_TOOLS, "input": "text", "constraint": "regex"}, bodies=(b"xy", b"(?=a)b"), words="look-ahead"),
-    "schema": Spoil({**_NO_TOOLS, "input": "text", "constraint": "json_schema"}, bodies=(b"xy", b'{"type": "objekt"}'), words="objekt"),
-    "choice": Spoil({**_NO_TOOLS, "input": "text", "constraint": "choice"}, bodies=(b"xy", b"\xa1x"), words="no msgpack array"),
-    "choice of none": Spoil({**_NO_TOOLS, "input": "text", "constraint": "choice"}, bodies=(b"xy", b"\x90"), words="alternative"),
-    "too long": Spoil({**_NO_TOOLS, "input": "ids", "truncate_prompt": 0}, bodies=(b"\1\0\0\0" * 9000,), words="prompt has", code="prompt_too_long"),
+    "empty": Spoil({**_PLAIN, "input": "text", "truncate_prompt": 0}, bodies=(b"",), words="prompt is empty"),
+    "no text": Spoil({**_PLAIN, "input": "text"}, bodies=(b"\xff\xfe",), words="UTF-8"),
+    "half an id": Spoil({**_PLAIN, "input": "ids"}, bodies=(b"\1\0\0",), words="packed u32"),
+    "no id": Spoil({**_PLAIN, "input": "ids"}, bodies=(b"\0\0\0\1",), words="token id 16777216"),
+    "no chat": Spoil({**_PLAIN, "input": "messages"}, bodies=(b"\xa1x",), words="messages are not"),
+    "tools": Spoil({**_PLAIN, "input": "text", "tools": True}, bodies=(b"x", b"\x91\x80"), words="tools are for the chat template"),
+    "constraint": Spoil({**_PLAIN, "constraint": "xml"}, more_bodies=(b"x",), words="constraint is 'xml'"),
+    "regex": Spoil({**_PLAIN, "input": "text", "constraint": "regex"}, bodies=(b"xy", b"[a"), words="unclosed"),
+    "look-around": Spoil({**_PLAIN, "input": "text", "constraint": "regex"}, bodies=(b"xy", b"(?=a)b"), words="look-ahead"),
+    "schema": Spoil({**_PLAIN, "input": "text", "constraint": "json_schema"}, bodies=(b"xy", b'{"type": "objekt"}'), words="objekt"),
+    "choice": Spoil({**_PLAIN, "input": "text", "constraint": "choice"}, bodies=(b"xy", b"\xa1x"), words="no msgpack array"),
+    "choice of none": Spoil({**_PLAIN, "input": "text", "constraint": "choice"}, bodies=(b"xy", b"\x90"), words="alternative"),
+    "too long": Spoil({**_PLAIN, "input": "ids", "truncate_prompt": 0}, bodies=(b"\1\0\0\0" * 9000,), words="prompt has", code="prompt_too_long"),
 }  # fmt: skip
 
 
@@ -279,8 +280,8 @@ def asks(draw: Any, vocabulary: Vocabulary) -> Ask:
     if options.get("min_tokens", 0) > options["max_tokens"]:
         options["min_tokens"] = options["max_tokens"]
     credit, reader = 0, "eager"
-    if "credit" in features:
-        credit = draw(st.integers(1, 12))
+    if "credit" in features or ("repetitive" in features and draw(st.booleans())):
+        credit = draw(st.integers(1, 8))
         reader = draw(st.sampled_from(("eager", "eager", "slow", "gone")))
     abort_after = draw(st.sampled_from((None, None, None, None, None, None, None, 0, 1, 3)))
     spoilt = draw(st.sampled_from(sorted(SPOILS))) if draw(st.integers(0, 8)) == 8 else ""
@@ -360,8 +361,9 @@ def _draw_feature(draw: Any, feature: str, features: set[str], options: dict[str
             options["cache_ttl_s"] = draw(st.sampled_from((0.0, 0.01, 1.0)))
         case "repetitive":  # what came before comes again, so that much is drafted, and some of it is wrong
             options["allowed_token_ids"] = tuple(sorted(draw(st.sets(ids, min_size=2, max_size=3))))
-            options["max_tokens"] = vocabulary.most_tokens
+            options["max_tokens"] = 2 * vocabulary.most_tokens
             options["ignore_eos"] = True
+            options.setdefault("speculation", draw(st.sampled_from(("ngram", "auto"))))
             first, *_, last = options["allowed_token_ids"]
             if vocabulary is BYTES and last < 128 and draw(st.booleans()):
                 options["bad_words"] = (draw(st.sampled_from((chr(first) + chr(last), chr(last) + chr(first), 2 * chr(last)))),)
