@@ -29,7 +29,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 NAMES = ("", *ADAPTERS)
 TOLERATED_MARGIN = 1e-4
-NUM_TOKENS = 40
+NUM_TOKENS = 24
 PROMPTS = [
     [(11 * seed + 5 * position * (1 + seed % 3)) % 318 + 2 for position in range(length)] for seed, length in enumerate((70, 33, 47))
 ]

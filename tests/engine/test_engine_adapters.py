@@ -338,4 +338,4 @@ class AdaptersMachine(RuleBasedStateMachine):
 
 
 TestAdaptersMachine = AdaptersMachine.TestCase
-TestAdaptersMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAdaptersMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

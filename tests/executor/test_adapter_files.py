@@ -230,7 +230,7 @@ def test_pickles_and_broken_files(tmp_path):
 JSON = st.recursive(st.none() | st.booleans() | st.integers(-5, 99) | st.text(max_size=8), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=6)  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(header=st.dictionaries(st.text(max_size=6), JSON | st.fixed_dictionaries({"dtype": st.sampled_from(["F32", "BF16", 3]), "shape": JSON, "data_offsets": JSON}), max_size=3))  # fmt: skip
 def test_any_header_is_read_or_refused(tmp_path_factory, header):
     it = tmp_path_factory.mktemp("any") / "it"
@@ -244,7 +244,7 @@ def test_any_header_is_read_or_refused(tmp_path_factory, header):
     assert all(len(tensor.data) <= 64 for tensor in files.tensors.values())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(changes=st.dictionaries(st.sampled_from([*CONFIG, "layers_to_transform", "layers_pattern", "exclude_modules"]), JSON, max_size=3))
 def test_any_configuration_is_read_or_refused(tmp_path_factory, changes):
     directory = tmp_path_factory.mktemp("any")
