@@ -144,7 +144,7 @@ def test_two_names_of_the_same_contents_are_one_adapter():
     first, second = world.ask("poet"), world.ask("bard")
     world.finish()
     assert world.tokens[first] == world.tokens[second]
-    assert world.loaded() == {"poet": 0, "bard": 0}
+    assert (world.loaded(), world.disk.found) == ({"poet": 0, "bard": 0}, {})
     world.operate(UnloadAdapter, "poet")
     assert world.loaded() == {"bard": 0}
 
