@@ -1,4 +1,7 @@
-"""transformers' own generate over kvd's pool: ``python transformers_cache.py MODEL``, where MODEL is what ``from_pretrained`` takes. The second question computes only its own words."""
+"""transformers' own generate over kvd's pool: ``python transformers_cache.py MODEL``, where MODEL is a chat model that ``from_pretrained`` takes.
+
+The second question computes only its own words.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
     pool = KvdPool(model, kv_memory=64 << 20)
     for question in QUESTIONS:
-        prompt = tokenizer(RULES + question, return_tensors="pt").input_ids
+        chat = [{"role": "system", "content": RULES}, {"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
         before = pool.stats()["hit_tokens"]
-        answer = pool.generate(prompt, max_new_tokens=16, do_sample=False)
+        answer = pool.generate(prompt, max_new_tokens=24, do_sample=False)
         text = tokenizer.decode(answer[0, prompt.shape[1] :], skip_special_tokens=True)
         print(f"{question} {text.strip()!r}  [{pool.stats()['hit_tokens'] - before} of {prompt.shape[1]} tokens were there]")
 
