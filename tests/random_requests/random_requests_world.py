@@ -27,6 +27,8 @@ SIZES = {"model.layers.0.self_attn.q_proj": (16, 16), "model.layers.0.self_attn.
 GONE = ("interrupted",)
 KEPT = "What is pinned before a kill is there after it, whoever asks for what meanwhile."
 _MOST_TOLD = 8
+STREAMED_EVERY = 4
+STREAM_S = 60.0
 QUIET_S = 20.0
 """Until nothing of what is over is held any more."""
 
@@ -44,7 +46,7 @@ class Alone:
         root.mkdir()
         flags = ("--no-persist", "--speculation", "off", "--max-tokens-per-step", "37", "--adapter-dir", str(adapters))
         self.process = DaemonProcess(root, *flags, *arguments, fake=fake)
-        self._tolerance = tolerance
+        self.tolerance = tolerance
         self._num_asked = 0
         self._client: Client | None = None
         self.digests: dict[str, bytes] = {"": b""}
@@ -77,22 +79,20 @@ class Alone:
         """Raises ``BreachError`` if the answer is another one."""
         assert self._client is not None
         self._num_asked += 1
-        changes: dict[str, Any] = {
-            "seed": first.seed,
-            "cache_salt": f"cold {self._num_asked}",
-            "deadline_s": 0.0,
-            "queue_timeout_s": 0.0,
-            "priority": 0,
-        }
-        options = {
-            name: value for name, value in ask.options.items() if name not in ("speculation", "num_draft", "draft_acceptance", "tools")
-        }
-        options |= changes
-        if tools := ask.options.get("tools"):
-            options["tools"] = list(tools)
-        is_chat = isinstance(ask.prompt, tuple) and isinstance(ask.prompt[0], dict)
-        again = self._client.chat(ask.prompt, **options) if is_chat else self._client.generate(ask.prompt, **options)
-        same_answer(ask, first, again, self._tolerance)
+        options = _asked_again(ask, first)
+        options["cache_salt"] = f"cold {self._num_asked}"
+        generate: Any = self._client.chat if _is_chat(ask) else self._client.generate
+        same_answer(ask, first, generate(ask.prompt, **options), self.tolerance)
+
+
+def _is_chat(ask: Ask) -> bool:
+    return isinstance(ask.prompt, tuple) and isinstance(ask.prompt[0], dict)
+
+
+def _asked_again(ask: Ask, first: Completion) -> dict[str, Any]:
+    """The same with the seed that was drawn, drafting as the daemon likes, and with all the time there is."""
+    left_out = ("speculation", "num_draft", "draft_acceptance", "deadline_s", "queue_timeout_s", "priority")
+    return {name: value for name, value in ask.options.items() if name not in left_out} | {"seed": first.seed}
 
 
 class Pressed:
@@ -149,12 +149,11 @@ class Pressed:
         """
         crowd = WireCrowd(self.process.endpoint, seed=2)
         try:
-            exchanges = crowd.run_to_the_end(items, self.process.process.terminate, after_s=0.02, rest_s=0.5)
-            code = self.process.wait_dead()
-            crowd.read_for(0.2)
+            child = self.process.process
+            exchanges = crowd.run_to_the_end(items, child.terminate, lambda: child.poll() is not None, after_s=0.02)
         finally:
             crowd.close()
-        need(code == 0, f"it ended with {code}")
+        need(child.poll() == 0, f"it ended with {child.poll()}")
         self.counts["requests"] += len(exchanges)
         self.counts["drained"] += sum(isinstance(each.terminal, Failed) and each.terminal.code == Code.DRAINING for each in exchanges)
         begun = [each for each in exchanges if each.terminal is None and each.num_messages]
@@ -189,6 +188,23 @@ class Pressed:
         if repeats(ask):
             self.alone.ask_again(ask, completion)
             self.counts["repeated"] += 1
+            if self.counts["repeated"] % STREAMED_EVERY == 0 and self.process.process.poll() is None:
+                self._stream_again(ask, completion)
+
+    def _stream_again(self, ask: Ask, first: Completion) -> None:
+        """Here, where much of it is cached, in small pieces; drafts pay for who is alone."""
+        options = _asked_again(ask, first)
+        if "beam_width" not in options:
+            options["speculation"] = "ngram"
+        with self.process.client() as client:
+            generate: Any = client.chat if _is_chat(ask) else client.generate
+            with generate(ask.prompt, stream=True, window_tokens=max(4, 2 * options.get("n", 1)), timeout_s=STREAM_S, **options) as stream:
+                try:
+                    list(stream)
+                except errors.Timeout:
+                    raise BreachError(f"alone, and not over within {STREAM_S:.0f} s: {ask}") from None
+                same_answer(ask, first, stream.completion, self.alone.tolerance)
+        self.counts["streamed again"] += 1
 
     def press_and_kill(self, asks: Sequence[Ask], *, after_s: float) -> None:
         """A crowd of typed clients, and a SIGKILL among them: each call ends once, with an answer or an error that its caller can act on; the next daemon has the pin.

@@ -161,13 +161,18 @@ class WireCrowd:
         while time.monotonic() < until_s:
             self._turn(until_s)
 
-    def run_to_the_end(self, items: Sequence[Ask | Op], end: Callable[[], None], *, after_s: float, rest_s: float) -> list[Exchange]:
+    def run_to_the_end(
+        self, items: Sequence[Ask | Op], end: Callable[[], None], is_over: Callable[[], bool], *, after_s: float
+    ) -> list[Exchange]:
         """Send them all, have the daemon end in the middle, and read what it still says."""
         calls = self._begin(items)
         self.read_for(after_s)
         self._at_the_end = {Code.DRAINING}
         end()
-        self.read_for(rest_s)
+        until_s = time.monotonic() + 60
+        while not is_over() and time.monotonic() < until_s:
+            self.read_for(0.05)
+        self.read_for(0.2)
         return [call for call in calls if isinstance(call, Exchange)]
 
     def _begin(self, items: Sequence[Ask | Op]) -> list[Exchange | Operation]:
