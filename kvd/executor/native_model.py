@@ -102,7 +102,6 @@ def step_arrays(rows: StepRows) -> tuple[np.ndarray, ...]:
     )
 
 
-
 def adapter_arguments(rows: StepRows) -> tuple[Any, ...]:
     """The last arguments of a step, for the kernels: nothing where no row has an adapter."""
     return () if rows.adapters is None else (rows.adapters.adapters, rows.adapters.of_rows)
