@@ -49,8 +49,12 @@ def _constraints(fields: ConstraintFields) -> Iterator[tuple[str, str, Any]]:
         yield from _structured(fields.structured_outputs)
     for name, kind in _GUIDED.items():
         if (value := getattr(fields, name)) is not None:
+            if value is False:
+                raise ApiError(400, f"{name} is false; it must be a schema that some value matches", param=name)
             yield name, kind, value
-    if fields.grammar:
+    if fields.grammar is not None:
+        if not fields.grammar:
+            raise ApiError(400, "grammar is empty; leave it away for a free answer", param="grammar")
         yield "grammar", "lark", fields.grammar
     if fields.json_schema is not None:
         yield "json_schema", "json_schema", fields.json_schema
@@ -62,6 +66,8 @@ def _response_format(value: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
             return
         case {"type": "json_object", "schema": dict(schema)}:  # llama.cpp's form
             yield "response_format", "json_schema", schema
+        case {"type": "json_object", "schema": schema} if schema is not None:
+            raise ApiError(400, "response_format must have an object as its schema", param="response_format")
         case {"type": "json_object"}:
             yield "response_format", "json_schema", _ANY_OBJECT
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {"type": "json_schema", "schema": dict(schema)}:
@@ -74,8 +80,10 @@ def _response_format(value: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 def _structured(value: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
     for name, source in value.items():
-        if source is None or source is False:
+        if source is None or (name == "json_object" and source is False):
             continue
+        if source is False:
+            raise ApiError(400, f"structured_outputs.{name} is false; leave it away for a free answer", param=f"structured_outputs.{name}")
         if name == "json_object":
             yield "structured_outputs.json_object", "json_schema", _ANY_OBJECT
         elif name in _STRUCTURED:

@@ -10,6 +10,7 @@ from kvd.gateway.constraints import ConstraintFields
 from kvd.gateway.errors import ApiError, unsupported
 
 _MAX_ID = (1 << 32) - 1
+_MAX_ID_DIGITS = len(str(_MAX_ID))
 
 
 class OutputFields(ConstraintFields, frozen=True, kw_only=True):
@@ -39,7 +40,7 @@ def output_options(fields: OutputFields, *, is_stream: bool, has_stop: bool) -> 
     """
     options: dict[str, Any] = {}
     if fields.logit_bias:
-        options["logit_bias"] = {_token_id(name): value for name, value in fields.logit_bias.items()}
+        options["logit_bias"] = _logit_bias(fields.logit_bias)
     for name in ("allowed_token_ids", "banned_token_ids", "bad_words"):
         if value := getattr(fields, name):
             options[name] = value
@@ -69,7 +70,17 @@ def tool_options(tools: list[ToolFields] | None, tool_choice: str | dict[str, An
     return {"tools": [{"type": tool.type, "function": tool.function} for tool in tools]}
 
 
+def _logit_bias(by_name: dict[str, float]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for name, value in by_name.items():
+        token_id = _token_id(name)
+        if token_id in bias:
+            raise ApiError(400, f"logit_bias has the token id {token_id} twice; each may stand there once", param="logit_bias")
+        bias[token_id] = value
+    return bias
+
+
 def _token_id(name: str) -> int:
-    if not (name.isascii() and name.isdigit()) or int(name[:20]) > _MAX_ID:
+    if not (name.isascii() and name.isdigit()) or len(name) > _MAX_ID_DIGITS or int(name) > _MAX_ID:
         raise ApiError(400, f"logit_bias has the key {name!r:.40}; keys are token ids", param="logit_bias")
     return int(name)

@@ -45,6 +45,8 @@ def test_each_option_is_a_field_and_a_frame(options, kind, frames):
         ({"choice": ["a", 1]}, "sequence of strings"),
         ({"json": "object"}, "True or False"),
         ({"json_schema": 3}, "mapping or a string"),
+        ({"json_schema": False}, "mapping or a string"),
+        ({"regex": False}, "a string"),
         ({"json_schema": {"maximum": float("nan")}}, "json_schema can't be sent"),
         ({"json_schema": {"x": object()}}, "json_schema can't be sent"),
     ],

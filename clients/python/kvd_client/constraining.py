@@ -18,7 +18,9 @@ def take_constraint(fields: dict[str, Any]) -> tuple[str, tuple[bytes, ...]]:
     Raises:
         BadRequest: several constraints are named, or one can't be sent.
     """
-    given = {kind: value for kind in CONSTRAINT_KINDS if (value := fields.pop(kind, None)) is not None and value is not False}
+    given = {kind: value for kind in CONSTRAINT_KINDS if (value := fields.pop(kind, None)) is not None}
+    if given.get("json") is False:
+        del given["json"]
     if not given:
         return "", ()
     if len(given) > 1:
