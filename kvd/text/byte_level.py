@@ -58,11 +58,14 @@ class ByteTemplate:
         """Render messages; the date and args other than ``tools`` have no place in the text.
 
         Raises:
-            ChatTemplateError: a content is not a string.
+            ChatTemplateError: a content is not a string, or the tools have no form in JSON.
         """
         del date
         tools = args.get("tools")
-        lines = [f"tools: {json.dumps(tools)}\n"] if tools else []
+        try:
+            lines = [f"tools: {json.dumps(tools)}\n"] if tools else []
+        except TypeError as error:
+            raise ChatTemplateError(f"the tools have no form in JSON: {error}") from error
         for message in messages:
             content = message.get("content")
             if not isinstance(content, str):

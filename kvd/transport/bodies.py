@@ -41,8 +41,8 @@ class TextJob:
     """For a chat: told how many tokens it has at least, before its text is tokenised; raises ``RequestError`` if they can't fit."""
     is_prefix: bool = False
     """Whether the ids are to be what every conversation beginning with these messages shares (a pin)."""
-    tools: bytes = b""
-    """For a chat: a msgpack array of maps; empty: none."""
+    tools: bytes | None = None
+    """For a chat: a msgpack array of maps; None: no tools."""
     keep_tokens: int = 0
     """Only so many of the last ids are kept; 0: all."""
     bad_words: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class TextJob:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.body) + len(self.tools)
+        return len(self.body) + len(self.tools or b"")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def _prompt(job: TextJob, text: Text, date: str) -> TextResult:
     if job.is_prefix:
         token_ids = text.system_prefix(messages, date=date, args=job.template_args)
     else:
-        tools = unpack_tools(job.tools) if job.tools else []
+        tools = [] if job.tools is None else unpack_tools(job.tools)
         token_ids = text.encode_chat(messages, date=date, args=job.template_args, tools=tools, check_length=job.check_length)
     return TextResult(number=job.number, token_ids=pack_tokens(token_ids), messages=messages)
 
@@ -172,7 +172,7 @@ def unpack_messages(body: bytes) -> list[dict[str, Any]]:
 
 
 def unpack_tools(body: bytes) -> list[dict[str, Any]]:
-    """Tools: an array of maps with string keys.
+    """Tools: an array of maps with string keys. They are JSON to every template: what JSON has no form for is refused.
 
     Raises:
         RequestError: not that, or beyond this module's bounds.
@@ -185,7 +185,18 @@ def unpack_tools(body: bytes) -> list[dict[str, Any]]:
     tools: list[dict[str, Any]] = _decode(body, list[dict[str, Any]])
     if nests_deeper(tools, MAX_NESTING):
         raise bad_request(f"arrays and maps of the tools nest more than {MAX_NESTING} deep")
+    if not _is_json(tools):
+        raise bad_request("the tools hold bytes, an extension type or a key that is no string; they must be what JSON has a form for")
     return tools
+
+
+def _is_json(value: Any) -> bool:
+    """Of a value whose nesting is bounded."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(child) for key, child in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, str | int | float)
 
 
 def _utf8(body: bytes) -> str:

@@ -276,7 +276,7 @@ class Requests:
                     vocab_size=hello.vocab_size,
                     template_args=message.template_args,
                     check_length=check_length,
-                    tools=bodies[-1] if message.tools else b"",
+                    tools=bodies[-1] if message.tools else None,
                     keep_tokens=keep_tokens(message, hello.max_model_len),
                     bad_words=message.bad_words,
                     echo=message.echo,

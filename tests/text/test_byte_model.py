@@ -35,6 +35,11 @@ def test_a_chat() -> None:
     assert bytes(MODEL.encode_chat(messages, date="", args={}, add_generation_prompt=False)) == b"system: Be kind.\nuser: Hi\n"
 
 
+def test_tools_without_a_form_in_json_are_refused() -> None:
+    with pytest.raises(ChatTemplateError, match="JSON"):
+        MODEL.encode_chat([{"role": "user", "content": "Hi"}], date="", args={"tools": [b"x"]})
+
+
 def test_the_prefix_of_a_system_prompt_ends_where_users_differ() -> None:
     prefix = MODEL.system_prefix([{"role": "system", "content": "Be kind."}], date="", args={})
     assert bytes(prefix) == b"system: Be kind.\nuser: "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import tracemalloc
 
+import msgspec
 import pytest
 from edge_fakes import ByteText
 from kvd_client.protocol.codec import pack_body
 from kvd_client.protocol.messages import MAX_NESTING
 
-from kvd.transport.bodies import MAX_CHAT_MESSAGES, MAX_STRUCTURED_BYTES, TextJob, run_text_job, unpack_messages
+from kvd.transport.bodies import MAX_CHAT_MESSAGES, MAX_STRUCTURED_BYTES, TextJob, run_text_job, unpack_messages, unpack_tools
 from kvd.transport.errors import RequestError
 
 
@@ -83,6 +84,32 @@ def test_too_many_messages():
 def test_what_is_not_exactly_a_chat_is_refused(body):
     with pytest.raises(RequestError):
         unpack_messages(body)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "strict": True, "weights": [1, 2.5, None]}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        (b"", "1 to 256 maps"),
+        (pack_body([]), "1 to 256 maps"),
+        (pack_body([{"name": b"bytes"}]), "JSON"),
+        (pack_body([{"name": msgspec.msgpack.Ext(5, b"x")}]), "JSON"),
+        (pack_body([{"name": {"deep": [b"x"]}}]), "JSON"),
+        (pack_body([{"name": {b"x": 1}}]), "JSON"),
+        (pack_body([{"name": {1: 1}}]), "JSON"),
+    ],
+)
+def test_tools_that_are_none_are_refused(tools, words):
+    result = run_text_job(TextJob(number=1, peer=b"", input="messages", body=pack_body([{"role": "user"}]), tools=tools), ByteText(), "")
+    assert result.error is not None
+    assert result.error.code == "bad_request"
+    assert words in result.error.message
+
+
+def test_tools_with_every_kind_of_value_survive():
+    assert unpack_tools(pack_body([TOOL])) == [TOOL]
 
 
 def test_a_job_never_raises():
