@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from kvd_client.protocol.codec import ProtocolError, decode_client
+from kvd_client.protocol.codec import ProtocolError, decode_client, ids_in
 from kvd_client.protocol.codes import Code
 from kvd_client.protocol.messages import (
     ID_BYTES,
@@ -230,9 +230,9 @@ class Session:
     def _decode(self, frames: list[bytes]) -> tuple[ClientMessage, list[bytes]]:
         config = self._edge.config
         if len(frames) > config.max_frames:
-            raise ProtocolError(Code.TOO_LARGE, f"a message of more than {config.max_frames} frames")
+            raise ProtocolError(Code.TOO_LARGE, f"a message of more than {config.max_frames} frames", ids_in(frames))
         if any(len(frame) > config.max_message_bytes for frame in frames):
-            raise ProtocolError(Code.TOO_LARGE, f"a frame of more than {config.max_message_bytes} bytes")
+            raise ProtocolError(Code.TOO_LARGE, f"a frame of more than {config.max_message_bytes} bytes", ids_in(frames))
         return decode_client(frames)
 
     def _dispatch(self, client: Client, message: ClientMessage, bodies: list[bytes], now: float) -> None:

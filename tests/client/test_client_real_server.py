@@ -78,6 +78,46 @@ def test_refusals_of_the_daemon_are_typed(endpoint: str, client: Client, kind: t
         assert client.generate("ok", max_tokens=2).text == "ok"
 
 
+MANY = [1] * 5000
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client: client.generate("x", banned_token_ids=[1] * 4097, timeout_s=5),
+        lambda client: client.generate("x", logit_bias=dict.fromkeys(range(4097), 1.0), timeout_s=5),
+        lambda client: client.generate("x", allowed_token_ids=MANY, timeout_s=5),
+        lambda client: client.generate("x", stop_token_ids=MANY, timeout_s=5),
+        lambda client: client.generate("x", stop=["x"] * 5000, timeout_s=5),
+        lambda client: client.generate("x", bad_words=["x"] * 5000, timeout_s=5),
+        lambda client: client.generate("x", stream=True, bad_words=["x"] * 5000, timeout_s=5),
+        lambda client: client.chat([{"role": "user", "content": "x"}], template_args={"a": MANY}, timeout_s=5),
+        lambda client: client.chat([{"role": "user", "content": "x"}], template_args={"a": {1: 2}}, timeout_s=5),
+        lambda client: client.pin("p", "x", template_args={"a": MANY}, timeout_s=5),
+        lambda client: client.tokenize(messages=[{"role": "user", "content": "x"}], template_args={"a": MANY}, timeout_s=5),
+        lambda client: client.unpin("x" * 70_000, timeout_s=5),
+        lambda client: client.unpin("\ud800", timeout_s=5),
+    ],
+)
+def test_what_the_daemon_could_not_read_is_refused_at_once(endpoint: str, client: Client, ask: Callable[[Client], Any]) -> None:
+    with EchoServer(endpoint):
+        with pytest.raises(errors.BadRequest):
+            ask(client)
+        assert client.generate("ok", max_tokens=2).text == "ok"
+
+
+def test_what_the_daemon_could_not_read_is_refused_at_once_asynchronously(endpoint: str) -> None:
+    async def ask() -> None:
+        async with AsyncClient(endpoint, timeout_s=5) as client:
+            with pytest.raises(errors.BadRequest, match="banned_token_ids has an array of 5000 items"):
+                await client.generate("x", banned_token_ids=MANY)
+            with pytest.raises(errors.BadRequest, match="template_args has"):
+                await client.pin("p", "x", template_args={"a": MANY})
+
+    with EchoServer(endpoint):
+        asyncio.run(ask())
+
+
 def test_a_restart_is_waited_through_and_a_begun_stream_is_not(endpoint: str, client: Client) -> None:
     with ThreadPoolExecutor() as pool:
         with EchoServer(endpoint, max_steps=3) as server:

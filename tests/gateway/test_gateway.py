@@ -263,6 +263,9 @@ def test_the_models(client: openai.OpenAI, gateway: GatewayProcess):
         ({"max_tokens": MAX_MODEL_LEN}, 400, None, "context_length_exceeded"),
         ({"prompt": "x" * MAX_MODEL_LEN}, 400, None, "context_length_exceeded"),
         ({"suffix": "x"}, 400, "suffix", "unsupported_parameter"),
+        ({"banned_token_ids": [1] * 4097}, 400, "banned_token_ids", "bad_request"),
+        ({"bad_words": ["x"] * 4097}, 400, "bad_words", "bad_request"),
+        ({"logit_bias": {"0" * 5000 + "7": 1}}, 400, "logit_bias", None),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import msgpack
+import msgspec
 import pytest
-from kvd_client.protocol.codec import ProtocolError, decode_client, decode_server, encode, pack_body, unpack_body
+from kvd_client.protocol.codec import ProtocolError, check, decode_client, decode_server, encode, ids_in, pack_body, unpack_body
 from kvd_client.protocol.codes import Code
-from kvd_client.protocol.messages import MAX_HEADER_BYTES, MAX_NESTING, Generate, Ping
+from kvd_client.protocol.messages import MAX_HEADER_BYTES, MAX_NESTING, Generate, Ping, Sampling
 
 
 def code_of(frames):
@@ -88,6 +89,48 @@ def test_nesting_is_bounded_and_the_ids_are_kept_for_the_answer():
         assert caught.value.code is Code.BAD_REQUEST
         assert caught.value.header["op_id"] == bytes(16)
     assert code_of(nested_pin(5000)) is Code.BAD_REQUEST
+
+
+BEYOND_THE_LIMITS = [
+    ({"sampling": Sampling(banned_token_ids=(1,) * 4097)}, "banned_token_ids has an array of 4097 items; the limit is 4096"),
+    ({"sampling": Sampling(logit_bias=tuple((i, 1.0) for i in range(4097)))}, "logit_bias has an array of 4097 items"),
+    ({"stop": ("x",) * 4097}, "stop has an array of 4097 items"),
+    ({"template_args": {"a": [1] * 5000}}, "template_args has an array of 5000 items"),
+    ({"template_args": {"a": {str(i): 0 for i in range(4097)}}}, "template_args has a map of 4097 items"),
+    ({"template_args": {"a": {1: 2}}}, "template_args has a map with a key that is no string"),
+    ({"template_args": {"a": msgspec.msgpack.Ext(5, b"x")}}, "template_args has a value of an extension type"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), BEYOND_THE_LIMITS)
+def test_what_the_other_side_would_not_read_is_found_before_it_is_sent_and_has_an_id_if_it_is(fields, words):
+    message = Generate(request_id=bytes(range(16)), input="text", **fields)
+    with pytest.raises(ProtocolError, match=words):
+        check(message)
+    with pytest.raises(ProtocolError, match=words) as caught:
+        decode_client(encode(message))
+    assert caught.value.code is Code.BAD_REQUEST
+    assert caught.value.header["request_id"] == bytes(range(16))
+
+
+def test_what_fits_is_not_refused():
+    check(Generate(request_id=bytes(16), input="text", sampling=Sampling(banned_token_ids=(1,) * 4096), template_args={"a": [b"x", None]}))
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b""],
+        [b"\x91" * 60_000],
+        [b"\x82\xa1x" + b"\x91" * 60_000 + b"\x01\xa5op_id\xc4\x01a"],
+        [msgpack.packb({"op_id": "text"})],
+        [msgpack.packb({5: 1})],
+        [msgpack.packb({"x": bytes(MAX_HEADER_BYTES), "op_id": bytes(16)})],
+    ],
+)
+def test_there_need_not_be_ids(frames):
+    assert not any(ids_in(frames).values())
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from kvd_client.protocol.messages import (
     UnloadAdapter,
     Unpin,
 )
-from kvd_client.requests import ChatMessages, Prompt, forget_message, pin_message, prompt_body, tokenize_message
+from kvd_client.requests import ChatMessages, Prompt, checked, forget_message, pin_message, prompt_body, tokenize_message
 from kvd_client.results import AdapterInfo, CheckpointResult, ForgetResult, PingResult, PinResult, unpack_tokens
 
 _NO_ID = bytes(16)
@@ -63,7 +63,7 @@ def pin(
 
 
 def unpin(name: str) -> Operation:
-    return Operation(Unpin(op_id=_NO_ID, name=name))
+    return Operation(checked(Unpin(op_id=_NO_ID, name=name)))
 
 
 def forget(
@@ -86,12 +86,12 @@ def forget_result(reply: Reply) -> ForgetResult:
 
 
 def load_adapter(name: str) -> Operation:
-    return Operation(LoadAdapter(op_id=_NO_ID, name=name))
+    return Operation(checked(LoadAdapter(op_id=_NO_ID, name=name)))
 
 
 def unload_adapter(name: str) -> Operation:
     """Not sent twice: the daemon that comes after may have loaded it for others."""
-    return Operation(UnloadAdapter(op_id=_NO_ID, name=name), resend=False)
+    return Operation(checked(UnloadAdapter(op_id=_NO_ID, name=name)), resend=False)
 
 
 def list_adapters() -> Operation:
@@ -136,7 +136,7 @@ def checkpoint() -> Operation:
 
 def drain(drain_timeout_s: float | None) -> Operation:
     """Not sent twice: it would stop the daemon that comes after."""
-    return Operation(Drain(op_id=_NO_ID, timeout_s=drain_timeout_s), resend=False)
+    return Operation(checked(Drain(op_id=_NO_ID, timeout_s=drain_timeout_s)), resend=False)
 
 
 def tokenize(prompt: str | None, messages: ChatMessages | None, template_args: Mapping[str, Any]) -> Operation:

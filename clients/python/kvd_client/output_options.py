@@ -46,5 +46,5 @@ def take_tools(fields: dict[str, Any]) -> tuple[bool, tuple[bytes, ...]]:
         return False, ()
     try:
         return True, (codec.pack_body([dict(tool) for tool in tools]),)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadRequest(f"tools can't be sent: {error}", code=Code.BAD_REQUEST) from error

@@ -136,7 +136,7 @@ def generate_message(input_kind: str, *, stream: bool, options: GenerateOptions)
     n = fields.get("n", 1)
     if not isinstance(n, int) or n < 1 or window_tokens < 1:
         raise BadRequest("n and window_tokens are at least 1", code=Code.BAD_REQUEST)
-    return _checked(
+    return checked(
         Generate(
             request_id=bytes(16),
             input=input_kind,
@@ -180,7 +180,7 @@ def pin_message(
     name: str, input_kind: str, *, priority: int, ttl_s: float, cache_salt: str | bytes, adapter: str, template_args: Mapping[str, Any]
 ) -> Pin:
     """The header of a pin."""
-    return _checked(
+    return checked(
         Pin(
             op_id=bytes(16),
             name=name,
@@ -197,7 +197,7 @@ def pin_message(
 def forget_message(input_kind: str, *, tenant: str | None, cache_salt: str | bytes | None, template_args: Mapping[str, Any]) -> Forget:
     """The header of ``forget``."""
     salt = None if cache_salt is None else salt_bytes(cache_salt)
-    return _checked(Forget(op_id=bytes(16), tenant=tenant, cache_salt=salt, input=input_kind, template_args=dict(template_args)))
+    return checked(Forget(op_id=bytes(16), tenant=tenant, cache_salt=salt, input=input_kind, template_args=dict(template_args)))
 
 
 def salt_bytes(cache_salt: str | bytes) -> bytes:
@@ -207,7 +207,7 @@ def salt_bytes(cache_salt: str | bytes) -> bytes:
 
 def tokenize_message(input_kind: str, template_args: Mapping[str, Any]) -> Tokenize:
     """The header of ``tokenize``."""
-    return _checked(Tokenize(op_id=bytes(16), input=input_kind, template_args=dict(template_args)))
+    return checked(Tokenize(op_id=bytes(16), input=input_kind, template_args=dict(template_args)))
 
 
 def prompt_body(prompt: Prompt | None, messages: ChatMessages | None = None) -> tuple[str, bytes]:
@@ -226,16 +226,21 @@ def prompt_body(prompt: Prompt | None, messages: ChatMessages | None = None) -> 
             return "ids", pack_tokens(prompt)
         assert messages is not None
         return "messages", codec.pack_body([dict(message) for message in messages])
-    except (UnicodeEncodeError, OverflowError, TypeError, ValueError) as error:
+    except (UnicodeEncodeError, OverflowError, TypeError, ValueError, RecursionError) as error:
         raise BadRequest(f"the prompt can't be sent: {error}", code=Code.BAD_REQUEST) from error
 
 
-def _checked(message: M) -> M:
-    """A message that will encode."""
+def checked(message: M) -> M:
+    """The message, which the daemon will be able to read.
+
+    Raises:
+        BadRequest: it will not; :class:`TooLarge` where only the header's length is in the way.
+    """
     try:
-        codec.encode(message)
+        codec.check(message)
     except codec.ProtocolError as error:
-        raise TooLarge(str(error), code=Code.TOO_LARGE) from error
-    except (TypeError, ValueError, OverflowError) as error:
+        kind = TooLarge if error.code is Code.TOO_LARGE else BadRequest
+        raise kind(str(error), code=error.code) from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadRequest(f"the request can't be sent: {error}", code=Code.BAD_REQUEST) from error
     return message

@@ -6,6 +6,7 @@ hostile header costs its own length at most.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +19,16 @@ from kvd_client.protocol.messages import MAX_HEADER_BYTES, MAX_NESTING, ClientMe
 _MAX_ITEMS = 4096
 _BYTES_ARE_BIN = (bytes,)
 """To msgspec a ``str`` may stand for ``bytes``, as base64; with bytes as a type of its own it may not."""
+_TOO_MANY = re.compile(r"(\d+) exceeds max_(array|map)_len")
 _CLIENT_TYPES = frozenset(struct.__struct_config__.tag for struct in ClientMessage.__args__)
 _SERVER_TYPES = frozenset(struct.__struct_config__.tag for struct in ServerMessage.__args__)
+
+
+class _Ids(msgspec.Struct):
+    """Of any header; decoding it builds nothing of the rest."""
+
+    request_id: bytes = b""
+    op_id: bytes = b""
 
 
 class ProtocolError(Exception):
@@ -43,6 +52,25 @@ def encode(message: Message, *bodies: bytes) -> list[bytes]:
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(Code.TOO_LARGE, f"header of {len(header)} bytes, the limit is {MAX_HEADER_BYTES}; move data to the body")
     return [header, *bodies]
+
+
+def check(message: Message) -> None:
+    """See to it that the other side will read a message's header: what ``encode`` sends without a look at its values.
+
+    Raises:
+        ProtocolError: it is beyond one of the limits that ``decode_client`` and ``decode_server`` have.
+    """
+    _read_header(encode(message)[0])
+
+
+def ids_in(frames: Sequence[bytes]) -> dict[str, Any]:
+    """The ids of a message whose header can't be read otherwise, for the answer; empty if it is too long for that, too."""
+    if not frames or len(frames[0]) > MAX_HEADER_BYTES:
+        return {}
+    try:
+        return msgspec.structs.asdict(msgspec.msgpack.decode(frames[0], type=_Ids))
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return {}
 
 
 def decode_client(frames: Sequence[bytes]) -> tuple[ClientMessage, list[bytes]]:
@@ -97,26 +125,82 @@ def nests_deeper(value: Any, max_levels: int) -> bool:
 def _header(frames: Sequence[bytes], known_types: frozenset[object]) -> dict[str, Any]:
     if not frames:
         raise ProtocolError(Code.BAD_REQUEST, "a message without frames")
-    if len(frames[0]) > MAX_HEADER_BYTES:
-        raise ProtocolError(Code.TOO_LARGE, f"header of {len(frames[0])} bytes, the limit is {MAX_HEADER_BYTES}")
-    header = _unpack(frames[0], _MAX_ITEMS)
-    if not isinstance(header, dict):
-        raise ProtocolError(Code.BAD_REQUEST, "the header is not a map")
+    header = _read_header(frames[0])
     kind = header.get("type")
     if not isinstance(kind, str) or kind not in known_types:
         raise ProtocolError(Code.UNKNOWN_TYPE, f"unknown message type {kind!r:.60}", header)
     return header
 
 
+def _read_header(data: bytes) -> dict[str, Any]:
+    if len(data) > MAX_HEADER_BYTES:
+        raise ProtocolError(Code.TOO_LARGE, f"header of {len(data)} bytes, the limit is {MAX_HEADER_BYTES}")
+    try:
+        header = _unpack_within(data, _MAX_ITEMS)
+    except Exception as error:
+        raise ProtocolError(Code.BAD_REQUEST, f"{_field_at_fault(data)} {_complaint(error)}", ids_in([data])) from error
+    if not isinstance(header, dict):
+        raise ProtocolError(Code.BAD_REQUEST, "the header is not a map")
+    _check_nesting(header)
+    return header
+
+
 def _unpack(data: bytes, max_items: int) -> Any:
     try:
-        value = msgpack.unpackb(data, raw=False, strict_map_key=True, max_array_len=max_items, max_map_len=max_items, max_ext_len=0)
-    except Exception as error:  # msgpack raises six unrelated classes; each means the same here
-        raise ProtocolError(Code.BAD_REQUEST, f"not a msgpack message: {type(error).__name__}") from error
+        value = _unpack_within(data, max_items)
+    except Exception as error:
+        raise ProtocolError(Code.BAD_REQUEST, f"the body {_complaint(error)}") from error
+    _check_nesting(value)
+    return value
+
+
+def _unpack_within(data: bytes | msgspec.Raw, max_items: int) -> Any:
+    """Raises six unrelated classes; each means that it is not what it should be."""
+    return msgpack.unpackb(data, raw=False, strict_map_key=True, max_array_len=max_items, max_map_len=max_items, max_ext_len=0)
+
+
+def _check_nesting(value: Any) -> None:
     if nests_deeper(value, MAX_NESTING):
         header = value if isinstance(value, dict) else None
         raise ProtocolError(Code.BAD_REQUEST, f"arrays and maps nest more than {MAX_NESTING} deep", header)
-    return value
+
+
+def _complaint(error: Exception) -> str:
+    """What is wrong, for whoever made the message, in msgpack's words where they say more than its limits' names."""
+    text = str(error)
+    if found := _TOO_MANY.match(text):
+        kind = "an array" if found[2] == "array" else "a map"
+        return f"has {kind} of {found[1]} items; the limit is {text[found.end() :].strip('()')}"
+    if "max_ext_len" in text:
+        return "has a value of an extension type; there are none on this wire"
+    if "strict_map_key" in text:
+        return "has a map with a key that is no string"
+    return f"is not msgpack: {type(error).__name__}"
+
+
+def _field_at_fault(data: bytes) -> str:
+    """The header's field that can't be read; of ``sampling`` the one in it."""
+    name = "the header"
+    for _ in range(2):
+        try:
+            fields = msgspec.msgpack.decode(data, type=dict[str, msgspec.Raw])
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            break
+        faulty = next(((key, raw) for key, raw in fields.items() if not _is_readable(raw)), None)
+        if faulty is None:
+            break
+        name, data = f"{faulty[0]:.40}", bytes(faulty[1])
+        if name != "sampling":
+            break
+    return name
+
+
+def _is_readable(raw: msgspec.Raw) -> bool:
+    try:
+        _unpack_within(raw, _MAX_ITEMS)
+    except Exception:
+        return False
+    return True
 
 
 def _convert(header: dict[str, Any], union: Any) -> Any:
