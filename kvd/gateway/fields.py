@@ -6,16 +6,16 @@ refused by name. Ranges are the daemon's to check: its refusal names the field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from kvd_client.requests import GenerateOptions
 
 from kvd.gateway.constraints import constraint_options
-from kvd.gateway.errors import ApiError, invalid_field, unsupported
+from kvd.gateway.errors import ApiError, invalid_field
 from kvd.gateway.outputs import OutputFields, ToolFields, output_options, tool_options
+from kvd.gateway.refused import check_refused
 
 _MAX_PROMPTS = 64
 _COMPLETION_MAX_TOKENS = 16
@@ -23,37 +23,6 @@ _COMPLETION_MAX_TOKENS = 16
 _SEED_MASK = (1 << 64) - 1
 _MAX_INT = (1 << 63) - 1
 _MAX_TOKEN_ID = (1 << 32) - 1
-_NO_TOOLS = "its name here is tools"
-_NOT_HERE = "this server does not compute it"
-_OWN_TEMPLATE = "the conversation goes through the model's own template"
-
-_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
-    {
-        "functions": ((None, []), _NO_TOOLS),
-        "function_call": ((None, "none", "auto"), _NO_TOOLS),
-        "guided_whitespace_pattern": ((None,), "a schema names its white space by x-guidance"),
-        "modalities": ((None, ["text"]), "this server answers with text"),
-        "audio": ((None,), "this server answers with text"),
-        "web_search_options": ((None,), "this server does not search"),
-        "suffix": ((None, ""), "the model continues texts, it does not fill gaps"),
-        "logits_processors": ((None, []), _NOT_HERE),
-        "skip_special_tokens": ((None, True), "special tokens have no text"),
-        "chat_template": ((None,), _OWN_TEMPLATE),
-        "documents": ((None, []), _OWN_TEMPLATE),
-        "continue_final_message": ((None, False), "an answer is always a new turn"),
-        "add_generation_prompt": ((None, True), "an answer is always a new turn"),
-        "n_predict": ((None,), "its name here is max_tokens"),
-        "repeat_penalty": ((None, 1), "its name here is repetition_penalty"),
-        "typical_p": ((None, 1), _NOT_HERE),
-        "top_n_sigma": ((None, -1), _NOT_HERE),
-        "mirostat": ((None, 0), _NOT_HERE),
-        "dynatemp_range": ((None, 0), _NOT_HERE),
-        "xtc_probability": ((None, 0), _NOT_HERE),
-        "dry_multiplier": ((None, 0), _NOT_HERE),
-        "samplers": ((None,), _NOT_HERE),
-    }
-)
-"""By field: the values that ask for nothing, and why others are refused. OpenAI's fields, then extensions of vLLM and llama.cpp."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -156,10 +125,7 @@ def read_fields(body: bytes, kind: type[F]) -> F:
         raise ApiError(400, f"the body is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ApiError(400, "the body is not a JSON object")
-    for field in raw.keys() & _REFUSED.keys():
-        harmless, reason = _REFUSED[field]
-        if raw[field] not in harmless:
-            raise unsupported(field, reason)
+    check_refused(raw, is_chat=issubclass(kind, ChatFields))
     try:
         fields = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:

@@ -156,6 +156,46 @@ def test_what_a_completion_can_not_honour(field, value):
     assert (refused.value.status, refused.value.param) == (400, field)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "harmless"),
+    [
+        ("lora", [{"id": 0, "scale": 0.5}], []),
+        ("prompt_embeds", "AAAA", None),
+        ("add_special_tokens", False, True),
+        ("truncation_side", "right", "left"),
+        ("vllm_xargs", {"x": 1}, {}),
+        ("structural_tag", "{}", None),
+        ("reasoning_effort", "high", None),
+        ("thinking_token_budget", 5, None),
+        ("include_reasoning", False, True),
+        ("repetition_detection", {}, None),
+        ("n_probs", 3, 0),
+        ("n_cmpl", 2, 1),
+        ("post_sampling_probs", True, False),
+        ("repeat_last_n", 64, -1),
+        ("typ_p", 0.5, 1.0),
+        ("adaptive_target", 0.5, -1.0),
+        ("t_max_predict_ms", 100, 0),
+        ("grammar_lazy", True, False),
+        ("max_completion_tokens", 5, None),
+        ("tools", [{"type": "function", "function": {}}], []),
+        ("chat_template_kwargs", {"enable_thinking": False}, {}),
+    ],
+)
+def test_what_changes_an_answer_elsewhere_is_refused_and_what_asks_for_nothing_is_not(field, value, harmless):
+    with pytest.raises(ApiError, match=field) as refused:
+        completion(**{field: value})
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", field)
+    completion(**{field: harmless})
+
+
+def test_what_a_chat_and_a_completion_add_of_their_own_is_told_apart():
+    chat(add_special_tokens=False, echo=False)
+    for field in ("add_special_tokens", "echo"):
+        with pytest.raises(ApiError, match=field):
+            chat(**{field: True})
+
+
 BEYOND = (10**30, 10**20, 2**64, -(10**20), -(2**63) - 1)
 
 
