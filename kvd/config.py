@@ -76,7 +76,7 @@ class SchedulerConfig:
     """How many tokens of which request run in a step."""
 
     max_running: int = key(64, "Sequences (choices) that run at once")
-    max_waiting: int = key(1024, "Requests that wait; `overloaded` (retryable) beyond")
+    max_waiting: int = key(1024, "Requests that wait, besides those that free places are for; `overloaded` (retryable) beyond")
     max_tokens_per_step: int = key(512, "Token budget of a step, prompt chunks and decoded tokens together")
     max_choices: int = key(16, "Largest `n` of a request")
     ageing_s: float = key(

@@ -17,13 +17,14 @@ _MIN_STALE = 64
 class _Entry:
     """A sequence that waits. ``level`` is its class by now, None once it waits no more: what heaps hold of it under another level is stale."""
 
-    __slots__ = ("level", "order", "priority", "sequence", "tenant")
+    __slots__ = ("level", "num_slots", "order", "priority", "sequence", "tenant")
 
     def __init__(self, sequence: Sequence, level: int, number: int) -> None:
         request = sequence.request
         self.sequence = sequence
         self.tenant = request.tenant
         self.priority = request.priority
+        self.num_slots = sequence.num_slots
         self.level: int | None = level
         self.order = (request.rank_s, request.arrival, sequence.choice, number)
 
@@ -97,6 +98,8 @@ class WaitingQueue:
         self._num_items = 0
         """Items pushed since the stale ones were last thrown out."""
         self._number = 0
+        self.num_slots = 0
+        """Running places that those who wait want, as they were when they began to wait."""
         self.num_tenants = 0
         """Tenants of those who wait, background work aside."""
         self._last_tenant: Tenant | None = None
@@ -145,6 +148,7 @@ class WaitingQueue:
         level = level_at(request.priority, request.submitted_s, self._clock.monotonic(), self._ageing_s)
         entry = self._entries[sequence] = _Entry(sequence, level, self._number)
         self._num_of_class[entry.priority] += 1
+        self.num_slots += entry.num_slots
         if level >= BACKGROUND:
             heapq.heappush(self._background, (entry.order, entry))
             self._num_items += 1
@@ -177,6 +181,7 @@ class WaitingQueue:
         if entry is None:
             return
         entry.level = None
+        self.num_slots -= entry.num_slots
         self._num_of_class[entry.priority] -= 1
         if not self._num_of_class[entry.priority]:
             del self._num_of_class[entry.priority]
@@ -196,6 +201,7 @@ class WaitingQueue:
         entries = list(self._entries.values())
         assert all(entry.level is not None for entry in entries), "somebody waits who doesn't"
         assert dict(self._num_of_class) == dict(Counter(entry.priority for entry in entries)), "classes are miscounted"
+        assert self.num_slots == sum(entry.num_slots for entry in entries), "the places they want are miscounted"
         waiting = Counter(entry.tenant for entry in entries if entry.priority < BACKGROUND)
         assert all(tenant.num_waiting == count for tenant, count in waiting.items()), "a tenant's waiting are miscounted"
         assert self.num_tenants == len(waiting), "waiting tenants are miscounted"

@@ -146,7 +146,7 @@ class Scheduler:
         refusal = refuse(command, namespace, self._config, self._cache, self._max_model_len)
         if refusal is None and (problem := problem_of_drafting(command, self._drafting)):
             refusal = RequestFailed(command.request_id, ErrorCode.BAD_REQUEST, problem)
-        if refusal is None and not internal and self.num_waiting >= self._config.max_waiting:
+        if refusal is None and not internal and self._num_without_place() >= self._config.max_waiting:
             refusal = self._make_room(command)
         if refusal is not None:
             self._counters["refused"] += 1
@@ -178,9 +178,20 @@ class Scheduler:
         self._constraints.begin(request)
         return self._settle()
 
+    def _num_without_place(self) -> int:
+        """Of those who wait, how many the free running places are not for; the others are seated with the next steps, if there are blocks.
+
+        Several choices take several places: what fits is reckoned by the mean of what those who wait want, so that nobody has to be looked at.
+        """
+        num_waiting, roster = self.num_waiting, self._roster
+        if not num_waiting:
+            return 0
+        num_free = roster.max_running - roster.num_slots
+        return num_waiting - min(num_waiting, num_free * num_waiting // (roster.queue.num_slots + self._constraints.num_compiling))
+
     def _make_room(self, command: Submit) -> RequestFailed | None:
         """In a full queue: one that waits gives up its place, or else the refusal."""
-        message = f"{self.num_waiting} requests wait, the limit is {self._config.max_waiting} (max_waiting)"
+        message = f"{self._num_without_place()} requests wait for a place, the limit is {self._config.max_waiting} (max_waiting)"
         roster = self._roster
         displaced = roster.queue.displaced(command.priority, roster.tenants.num_waiting(command.tenant))
         if displaced is None:

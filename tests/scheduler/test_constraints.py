@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
-from constraint_world import GREEDY, ConstraintWorld, expected
+from constraint_world import GREEDY, NUM_WORDS, ConstraintWorld, WordState, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -224,10 +227,10 @@ def test_a_daemon_without_constraints_says_so():
 
 
 def test_those_that_wait_count_as_waiting():
-    world = ConstraintWorld(max_waiting=2)
+    world = ConstraintWorld(max_waiting=2, max_running=3)
     world.compiler.holds = True
-    for salt in range(2):
-        world.submit(prompt(8, salt), WORDS)
+    waiting = [world.submit(prompt(8, salt), WORDS) for salt in range(5)]
+    assert not world.ends.keys() & set(waiting), "three of them for the free places"
     refused = world.submit(prompt(8), WORDS)
     assert world.ends[refused].code == ErrorCode.OVERLOADED
     world.compiler.finish()

@@ -155,7 +155,9 @@ def test_the_urgent_take_the_places_of_the_others_in_a_full_queue_but_not_of_wha
     waits = sim.submit(prompt(9), max_tokens=2, priority=4)
     urgent = [sim.submit(prompt(10 + number), max_tokens=2, priority=-1) for number in range(3)]
     sim.round()
-    assert [sim.terminal(each) is None for each in (*runs, waits, *urgent)] == [True, True, False, True, False, False]
+    assert [sim.terminal(each) is None for each in (*runs, waits, *urgent)] == [True, True, False, True, True, False], (
+        "two, and one for the place that is free but for blocks"
+    )
     sim.finish_all()
     assert [sim.code(each) for each in runs] == ["done"] * 2
 
