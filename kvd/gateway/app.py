@@ -30,6 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvd.gateway.adapter_names import AdapterNames
 from kvd.gateway.answers import DONE, ChatForm, CompletionForm, Form, Head, Pieces, without_output
+from kvd.gateway.blame import blaming
 from kvd.gateway.errors import ApiError, api_error
 from kvd.gateway.fields import (
     ChatFields,
@@ -229,7 +230,8 @@ class Gateway:
         fields = read_fields(body, ChatFields)
         options, messages = chat_options(fields), chat_messages(fields)
         make_form = partial(ChatForm, logprobs=bool(fields.logprobs), prompt_logprobs=fields.prompt_logprobs is not None)
-        await self._generate(fields, make_form, [partial(self._client.chat, messages, **options)], options, send)
+        with blaming(fields):
+            await self._generate(fields, make_form, [partial(self._client.chat, messages, **options)], options, send)
 
     async def _complete(self, body: bytes, send: Send) -> None:
         fields = read_fields(body, CompletionFields)
@@ -242,7 +244,8 @@ class Gateway:
             prompt_logprobs=fields.prompt_logprobs is not None,
         )
         asks = [partial(self._client.generate, prompt, **options) for prompt in prompts]
-        await self._generate(fields, make_form, asks, options, send, scores_alone=fields.scores_alone)
+        with blaming(fields):
+            await self._generate(fields, make_form, asks, options, send, scores_alone=fields.scores_alone)
 
     async def _generate(
         self,

@@ -41,6 +41,11 @@ def constraint_options(fields: ConstraintFields) -> dict[str, Any]:
     return {kind: value for _, kind, value in found}
 
 
+def constraint_field(fields: ConstraintFields) -> str | None:
+    """The field that constrains the answer, of a request that was read."""
+    return next((name for name, _, _ in _constraints(fields)), None)
+
+
 def _constraints(fields: ConstraintFields) -> Iterator[tuple[str, str, Any]]:
     """(field, kind, source)"""
     if fields.response_format is not None:

@@ -36,7 +36,6 @@ _OF_CODE: Mapping[str, tuple[int, str, str]] = MappingProxyType(
 )
 """HTTP status, type and code for a failure code of the daemon or its client; all others are 500."""
 
-_FIELD = re.compile(r"^(\w+) (?:is|has|must) ")
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
@@ -75,13 +74,14 @@ class ApiError(Exception):
         return headers
 
 
-def api_error(error: KvdError) -> ApiError:
-    """The daemon's or the client's failure in the API's form. The daemon's messages begin with the field that is wrong."""
+def api_error(error: KvdError, *, param: str | None = None) -> ApiError:
+    """The daemon's or the client's failure in the API's form. ``param`` is the field that a wrong request has wrong, where it is known."""
     status, kind, code = _OF_CODE.get(error.code, (500, _SERVER, error.code))
     message = "the gateway shuts down" if error.code == "closed" else str(error.args[0])
-    field = _FIELD.match(message) if error.code == "bad_request" else None
     retry_after_s = (error.retry_after_s or _DEFAULT_RETRY_S) if status in {429, 503} else 0.0
-    return ApiError(status, message, kind=kind, code=code, param=field[1] if field else None, retry_after_s=retry_after_s)
+    return ApiError(
+        status, message, kind=kind, code=code, param=param if error.code == "bad_request" else None, retry_after_s=retry_after_s
+    )
 
 
 def invalid_field(error: msgspec.ValidationError) -> ApiError:

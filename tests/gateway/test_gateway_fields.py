@@ -308,12 +308,6 @@ def test_the_daemons_failures(code, status, retry, as_code):
     error = api_error(error_of(Failed(code=Code(code), message="temperature is -1.0; it must be from 0 to 100", retry_after_s=1.2)))
     assert (error.status, error.code) == (status, as_code)
     assert error.headers().get("retry-after") == ("2" if retry else None)
-    assert error.param == ("temperature" if code == "bad_request" else None)
-
-
-def test_an_error_names_its_field_only_where_the_message_does():
-    error = api_error(error_of(Failed(code=Code.BAD_REQUEST, message="the prompt is empty")))
-    assert error.param is None
 
 
 TEXTS = TokenTexts(None)
