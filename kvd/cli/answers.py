@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -159,15 +159,38 @@ def answer(client: Client, prompt: str | list[dict[str, str]], options: dict[str
         finally:
             click.echo(err=as_json)
         completion = chunks.completion
+    if as_json or not stream:
+        _print(completion, options, as_json=as_json)
+    _check_whole([completion])
+    return completion
+
+
+def answer_each(client: Client, prompts: Sequence[str | list[dict[str, str]]], options: dict[str, Any], *, as_json: bool) -> None:
+    """Answer several prompts at a time, and print the answers in the prompts' order: with ``as_json`` an object a line.
+
+    Raises:
+        CutShortError: after printing, if the daemon aborted one of them.
+    """
+    completions = client.generate_many(prompts, **options)
+    for number, completion in enumerate(completions):
+        _print(completion, options, as_json=as_json, number=number)
+    _check_whole(completions)
+
+
+def _print(completion: Completion, options: dict[str, Any], *, as_json: bool, number: int | None = None) -> None:
+    """``number``: the prompt's, of several."""
     if as_json:
         print_json(completion_object(completion, has_logprobs="logprobs" in options))
-    elif not stream:
-        echoed = completion.prompt.text if completion.prompt is not None else ""
-        for choice in completion.choices:
-            click.echo((f"[{choice.index}] " if len(completion.choices) > 1 else "") + echoed + choice.text)
-    if any(choice.finish_reason == "aborted" for choice in completion.choices):
+        return
+    echoed = completion.prompt.text if completion.prompt is not None else ""
+    for choice in completion.choices:
+        places = [*([str(number)] if number is not None else []), *([str(choice.index)] if len(completion.choices) > 1 else [])]
+        click.echo((f"[{'.'.join(places)}] " if places else "") + echoed + choice.text)
+
+
+def _check_whole(completions: Sequence[Completion]) -> None:
+    if any(choice.finish_reason == "aborted" for completion in completions for choice in completion.choices):
         raise CutShortError
-    return completion
 
 
 def completion_object(completion: Completion, *, has_logprobs: bool) -> dict[str, Any]:

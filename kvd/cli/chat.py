@@ -16,18 +16,23 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--prompt", metavar="TEXT", help="Ask this one question and end; - reads it from standard input.")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Ask this one question and end; - reads it from standard input.")
 @system_options
 @generation_options
 @click.option("--stream/--no-stream", default=None, help="Print the answer as it comes. [default: on a terminal]")
 @json_option
 @target_options
-def command(*, target: Target, prompt: str | None, system: str | None, options: dict[str, Any], stream: bool | None, as_json: bool) -> None:
+def command(
+    *, target: Target, prompts: tuple[str, ...], system: str | None, options: dict[str, Any], stream: bool | None, as_json: bool
+) -> None:
     """Talk with the model through its chat template.
 
     On a terminal a conversation: Ctrl-C stops an answer, Ctrl-D or Ctrl-C at the prompt ends. With --prompt, or a question on standard
     input, one answer.
     """
+    if len(prompts) > 1:
+        raise click.UsageError("a chat has one --prompt; kvd generate takes several")
+    prompt = prompts[0] if prompts else None
     is_conversation = prompt is None and sys.stdin.isatty()
     if is_conversation and as_json:
         raise click.UsageError("--json needs --prompt")
