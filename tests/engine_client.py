@@ -178,14 +178,15 @@ class Client:
             case ErrorCode.PROMPT_TOO_LONG:
                 assert expected.num_prompt >= self.max_model_len
             case ErrorCode.BAD_REQUEST:
-                assert command.num_choices > min(self.world.config.max_choices, self.world.config.max_running)
+                most = min(self.world.config.max_choices, self.world.config.max_running)
+                assert command.num_choices > most or command.constraint is not None
             case ErrorCode.OVERLOADED:
                 assert event.retry_after_s > 0
             case ErrorCode.STARTING:
                 assert expected.handed_in is State.REHYDRATING
                 assert event.retry_after_s > 0
             case ErrorCode.DRAINING:
-                assert expected.handed_in is State.DRAINING or self.is_broken
+                assert expected.handed_in is State.DRAINING or self.is_broken or command.constraint is not None
             case _:
                 assert event.code == ErrorCode.ENGINE_ERROR
                 assert self.is_broken

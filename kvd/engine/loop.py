@@ -12,6 +12,7 @@ is over) its state is ``rehydrating``, and clients are answered ``starting``.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,8 @@ from kvd.step import SchedulerOutput
 from kvd.types import ErrorCode
 
 _IDLE_WAIT_S = 0.25
+_DRAIN_COMPILES_S = 1.0
+"""A drain waits no longer for constraints to be compiled."""
 _EVICT_BLOCKS_PER_STEP = 64
 _EXPIRE_BLOCKS_PER_ROUND = 256
 _SNAPSHOT_INTERVAL_S = 0.5
@@ -165,6 +168,7 @@ class EngineLoop:
         )
         self._drain_requested = False
         self._drain_deadline_s = 0.0
+        self._compiles_deadline_s = math.inf
         self._next_snapshot_s = 0.0
         self._next_sample_s = 0.0
         self._log = structlog.get_logger("engine")
@@ -411,6 +415,9 @@ class EngineLoop:
             self._drain(self._drain_timeout_s)
         if self._state is State.REHYDRATING:
             self._rehydrate(now)
+        if now >= self._compiles_deadline_s:
+            self._compiles_deadline_s = math.inf  # once: nobody comes any more
+            self._take(self._scheduler.end_compiling())
         if self._state is State.DRAINING and now >= self._drain_deadline_s:
             self._take(self._adapters.end_waiting(ErrorCode.DRAINING, "the daemon is shutting down"))
             self._take(self._scheduler.abort_all())
@@ -437,6 +444,7 @@ class EngineLoop:
             self._drain_deadline_s = min(self._drain_deadline_s, deadline_s)
             return
         self._drain_deadline_s = deadline_s
+        self._compiles_deadline_s = self._clock.monotonic() + _DRAIN_COMPILES_S
         self._enter(State.DRAINING)
         self._abort((*self._recomputing, *self._pins.drain()))  # the start's own work, which nobody waits for
 

@@ -6,9 +6,12 @@ takes too long is given up by those who wait for it, its thread is left behind a
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvd.config import GrammarConfig
@@ -25,8 +28,20 @@ _STEP_LEXER_FUEL = 100_000
 """The library's unit of work of one mask: some ten milliseconds at most. It bounds what a grammar that was made for it can cost the others in a step."""
 _MAX_LEXER_STATES = 50_000
 """A grammar remembers so many, at one or two KiB."""
+_MAX_ROW_ITEMS = 4_000
+"""Of the library's parser: a thousand optional properties of one object, at some ten milliseconds a token."""
+_MAX_KEPT_BYTES = 256 << 20
+"""Of what is kept, by how much the process grew while it was compiled: what others took meanwhile counts too, and only makes it forget sooner."""
+
+_STATM = Path("/proc/self/statm")
 
 Refusal = tuple[ErrorCode, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    result: CompiledGrammar | Refusal
+    num_bytes: int
 
 
 class _Job:
@@ -40,6 +55,14 @@ class _Job:
         self.began_s = 0.0
         self.num_waiting = 0
         self.result: CompiledGrammar | Refusal | None = None
+
+
+def resident_bytes() -> int:
+    """What the process has in memory; 0 where the system doesn't tell."""
+    try:
+        return int(_STATM.read_bytes().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 class GrammarCompiler:
@@ -57,14 +80,18 @@ class GrammarCompiler:
         on_done: Callable[[], None],
         num_threads: int = 1,
         compile_constraint: Callable[[Constraint], CompiledGrammar] | None = None,
+        resident_bytes: Callable[[], int] = resident_bytes,
     ) -> None:
-        """``num_threads`` write masks. ``compile_constraint`` stands in for the library's work, which is the same code for all callers."""
+        """``num_threads`` write masks. ``compile_constraint`` stands in for the library's work, which is the same code for all callers, and
+        ``resident_bytes`` for the process's size.
+        """
         self._config = config
         self._load_vocabulary = load_vocabulary
         self._now_s = now_s
         self._on_done = on_done
         self._num_threads = num_threads
         self._compile = compile_constraint or self._compile_here
+        self._resident_bytes = resident_bytes
         self._prepared = threading.Lock()
         self._tokenizer: Any = None
         self._writer: MaskWriter | None = None
@@ -73,7 +100,8 @@ class GrammarCompiler:
         self._running: list[_Job] = []
         self._late: set[_Job] = set()
         self._by_constraint: dict[Constraint, _Job] = {}
-        self._kept: OrderedDict[Constraint, CompiledGrammar | Refusal] = OrderedDict()
+        self._kept: OrderedDict[Constraint, _Kept] = OrderedDict()
+        self._kept_bytes = 0
         self._tickets: dict[int, _Job] = {}
         self._last_ticket = 0
         self._num_threads_idle = 0
@@ -95,6 +123,7 @@ class GrammarCompiler:
             "refused": self.num_refused,
             "hits": self.num_hits,
             "kept": len(self._kept),
+            "kept_bytes": self._kept_bytes,
             "waiting": len(self._queue),
             "late": len(self._late),
         }
@@ -169,16 +198,17 @@ class GrammarCompiler:
     def forget(self, constraint: Constraint) -> None:
         """A sequence failed in it: what the library remembers of it may be used up, and the next one begins afresh."""
         with self._changed:
-            self._kept.pop(constraint, None)
+            self._drop_kept(constraint)
 
     # ------------------------------------------------------------------------------------------ queue and threads
 
     def _take_kept(self, constraint: Constraint) -> CompiledGrammar | Refusal | None:
         with self._changed:
             kept = self._kept.get(constraint)
-            if kept is not None:
-                self._kept.move_to_end(constraint)
-            return kept
+            if kept is None:
+                return None
+            self._kept.move_to_end(constraint)
+            return kept.result
 
     def _enqueue(self, job: _Job) -> bool:
         with self._changed:
@@ -205,7 +235,7 @@ class GrammarCompiler:
                     self._late.add(each)
                     message = f"the constraint is too complex: it was not compiled within {limit_s:g} s (constraint_timeout_s)"
                     self._give_up(each, ErrorCode.BAD_REQUEST, message)
-                    self._kept[each.constraint] = ErrorCode.BAD_REQUEST, message
+                    self._keep(each.constraint, (ErrorCode.BAD_REQUEST, message), 0)
                     if self._queue:
                         self._staff()
             if job in self._queue and now_s - job.submitted_s >= (_MAX_LATE + 1) * limit_s:
@@ -230,6 +260,7 @@ class GrammarCompiler:
                 self._num_threads_idle -= 1
                 self._running.append(job)
                 job.began_s = self._now_s()
+            before_bytes = self._resident_bytes()
             try:
                 result: CompiledGrammar | Refusal = self._compile(job.constraint)
             except GrammarError as error:
@@ -240,7 +271,8 @@ class GrammarCompiler:
                 self._running.remove(job)
                 is_late = job in self._late
                 self._late.discard(job)
-                self._keep(job, result)
+                self._note_end(job, result)
+                self._keep(job.constraint, result, self._resident_bytes() - before_bytes)
                 ends = is_late and (self._num_threads_idle > 0 or len(self._running) > len(self._late))
                 if not ends:
                     self._num_threads_idle += 1
@@ -248,7 +280,7 @@ class GrammarCompiler:
             if ends:
                 return
 
-    def _keep(self, job: _Job, result: CompiledGrammar | Refusal) -> None:
+    def _note_end(self, job: _Job, result: CompiledGrammar | Refusal) -> None:
         if isinstance(result, CompiledGrammar):
             self.num_compiled += 1
         elif job.result is None:
@@ -256,10 +288,20 @@ class GrammarCompiler:
         if job.result is None:
             job.result = result
             del self._by_constraint[job.constraint]
-        self._kept[job.constraint] = result
-        self._kept.move_to_end(job.constraint)
-        while len(self._kept) > self._config.max_constraints_kept:
-            self._kept.popitem(last=False)
+
+    def _keep(self, constraint: Constraint, result: CompiledGrammar | Refusal, grown_bytes: int) -> None:
+        """Remember it as the one used last; of a refusal nothing is left but the words."""
+        self._drop_kept(constraint)
+        num_bytes = sum(map(len, constraint.source)) + (max(0, grown_bytes) if isinstance(result, CompiledGrammar) else 0)
+        self._kept[constraint] = _Kept(result, num_bytes)
+        self._kept_bytes += num_bytes
+        while self._kept and (len(self._kept) > self._config.max_constraints_kept or self._kept_bytes > _MAX_KEPT_BYTES):
+            self._drop_kept(next(iter(self._kept)))
+
+    def _drop_kept(self, constraint: Constraint) -> None:
+        kept = self._kept.pop(constraint, None)
+        if kept is not None:
+            self._kept_bytes -= kept.num_bytes
 
     # ------------------------------------------------------------------------------------------ the library's part
 
@@ -267,14 +309,20 @@ class GrammarCompiler:
         self.prepare()
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(step_lexer_fuel=_STEP_LEXER_FUEL, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        limits = LLParserLimits(
+            max_items_in_row=_MAX_ROW_ITEMS, step_lexer_fuel=_STEP_LEXER_FUEL, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
+        )
         matcher = LLMatcher(self._tokenizer, grammar_of(constraint), log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(reason(matcher))
         grammar = CompiledGrammar(matcher)
         assert self._writer is not None, "prepare made it"
         first = grammar.start()  # the first mask is the dearest, and finds out that there is nothing to match
-        self._writer.write([first], [()])
+        mask = self._writer.write([first], [()])
         if first.problem:
             raise GrammarError("it matches nothing" if "NoExtension" in first.problem else first.problem)
+        if token_ids := int.from_bytes(mask, "little"):  # what can't take one token would hold its memory until somebody tried
+            first.advance((token_ids & -token_ids).bit_length() - 1)
+            if first.problem:
+                raise GrammarError(f"it is too complex: {first.problem}")
         return grammar

@@ -9,6 +9,10 @@ from typing import Any
 from kvd.grammar.errors import GrammarError
 from kvd.types import Constraint
 
+_MAX_GBNF_CHARS = 64 << 10
+_MAX_GBNF_WORK = 10_000_000
+"""Rules times characters. The conversion holds the interpreter and looks at all rules once for each that leads to another: this is half a second at most."""
+
 KINDS = ("json_schema", "regex", "choice", "lark", "json")
 
 _CONTROL = re.compile("[\x7f-\x9f]")
@@ -58,6 +62,9 @@ def _schema(source: str) -> Any:
         return {}
     if not isinstance(schema, dict):
         raise GrammarError(f"the JSON schema is {source.strip():.40}; it must be an object, or true")
+    guidance = schema.get("x-guidance", {})
+    if not isinstance(guidance, dict):
+        raise GrammarError(f"the JSON schema's x-guidance is {json.dumps(guidance):.40}; it must be an object")
     return schema
 
 
@@ -67,12 +74,18 @@ def _refuse_constant(name: str) -> Any:
 
 def _lark(source: str) -> str:
     """A Lark grammar, of one in llama.cpp's GBNF too, whose rules are written with ``::=``."""
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark, is_lark_syntax
 
-    if "::=" not in source:
+    if "::=" not in source or is_lark_syntax(source):
         return source
+    num_rules, num_chars = source.count("::="), len(source)
+    if num_chars > _MAX_GBNF_CHARS or num_rules * num_chars > _MAX_GBNF_WORK:
+        raise GrammarError(
+            f"the grammar is in GBNF for its ::=, and has {num_rules} rules in {num_chars} characters; at most {_MAX_GBNF_CHARS} characters, "
+            f"and rules times characters up to {_MAX_GBNF_WORK}, are converted: write it in Lark instead"
+        )
     try:
-        return any_to_lark(source)
+        return gbnf_to_lark(source)
     except (GbnfToLarkError, IndexError, ValueError, RecursionError) as error:
         raise GrammarError(f"the grammar, read as GBNF for its ::=, is wrong: {error}") from error
 
@@ -82,7 +95,8 @@ def _choice(alternatives: tuple[str, ...]) -> str:
         raise GrammarError("a constraint of kind choice has one alternative or more, none of them empty")
     from llguidance import LLMatcher
 
-    return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(_lark_string, alternatives))))
+    # one terminal: as rules of their own, some thousand alternatives would exceed the library's items of a row
+    return str(LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_lark_string, alternatives))))
 
 
 def _lark_string(text: str) -> str:

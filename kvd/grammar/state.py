@@ -34,6 +34,11 @@ class GrammarState:
         return reason(self.matcher) if self.matcher.is_error() else ""
 
     @property
+    def has_strayed(self) -> bool:
+        """Whether the problem is a token that a mask forbade, not that the library gave up."""
+        return _STRAYED in self.problem
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing but the end can follow."""
         return bool(self.matcher.is_stopped())
@@ -105,4 +110,6 @@ def reason(matcher: Any) -> str:
 
 
 _MAX_REASON_CHARS = 600
+_STRAYED = "satisfy the grammar"
+"""So the library says it; what it gives as the reason of the stop is the same for its limits."""
 _MIN_SPREAD = 16

@@ -77,6 +77,16 @@ class Constraints:
             sequence.constraint = result.start()
         self._enter(request)
 
+    def end_compiling(self) -> None:
+        """Whoever still waits for a constraint is told to go elsewhere: the daemon is shutting down, and a compile can't be stopped."""
+        compiler = self._compiler
+        compiling, self._compiling = self._compiling, {}
+        for request, ticket in compiling.items():
+            assert compiler is not None, "it gave the ticket"
+            compiler.cancel(ticket)
+            if not request.is_over:
+                self._endings.fail(request, ErrorCode.DRAINING, "the daemon is shutting down, and the constraint is not compiled yet")
+
     # ------------------------------------------------------------------------------------------ samples
 
     def write_masks(self, plan: StepPlan) -> None:
@@ -106,11 +116,7 @@ class Constraints:
         assert state is not None, "it has a mask"
         command, num_out = request.command, sequence.num_known - request.num_prompt_tokens
         if problem := state.problem:
-            assert self._compiler is not None, "it has a mask"
-            assert command.constraint is not None, "it has a mask"
-            self._compiler.forget(command.constraint)
-            message = f"the constraint became too complex after {num_out} tokens: {problem}"
-            self._endings.fail(request, ErrorCode.BAD_REQUEST, message)
+            self._give_up(sequence, problem)
         elif num_out < command.min_tokens and state.is_complete and not int.from_bytes(mask, "little") & ~_bits(command.stop_token_ids):
             if num_out:
                 self._endings.end_choice(sequence, FinishReason.STOP)
@@ -118,14 +124,26 @@ class Constraints:
                 message = f"the constraint is met by nothing but the empty text, and min_tokens is {command.min_tokens}"
                 self._endings.fail(request, ErrorCode.BAD_REQUEST, message)
 
+    def _give_up(self, sequence: Sequence, problem: str) -> None:
+        """A limit of the library is exceeded: the request fails, and the next one with this constraint has it compiled afresh."""
+        request = sequence.request
+        assert self._compiler is not None, "it has a constraint"
+        assert request.command.constraint is not None, "it has a constraint"
+        self._compiler.forget(request.command.constraint)
+        num_out = sequence.num_known - request.num_prompt_tokens
+        self._endings.fail(request, ErrorCode.BAD_REQUEST, f"the constraint became too complex after {num_out} tokens: {problem}")
+
     def end_if_over(self, sequence: Sequence, token_id: int) -> bool:
         """The sequence sampled a token; whether that ended its choice, or its request."""
         state = sequence.constraint
         assert state is not None, "asked of those that have one"
         state.advance(token_id)
-        if state.problem:
-            message = f"token {token_id} was sampled, which the constraint forbids: {state.problem}"
-            self._endings.fail(sequence.request, ErrorCode.INTERNAL, message)
+        if problem := state.problem:
+            if state.has_strayed:
+                message = f"token {token_id} was sampled, which the constraint forbids: {problem}"
+                self._endings.fail(sequence.request, ErrorCode.INTERNAL, message)
+            else:
+                self._give_up(sequence, problem)
             return True
         if state.is_over:
             self._endings.end_choice(sequence, FinishReason.STOP)

@@ -118,5 +118,6 @@ class Endings:
 
     def _forget(self, request: Request) -> None:
         request.is_over = True
+        request.constraint = None
         del self.requests[request.request_id]
         self._roster.forget(request)

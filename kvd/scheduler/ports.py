@@ -39,6 +39,10 @@ class ConstraintState(Protocol):
         """Why it can't go on; empty while it can."""
 
     @property
+    def has_strayed(self) -> bool:
+        """Whether the problem is that a token was not allowed, not that the constraint became too complex."""
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing but the end can follow."""
 

@@ -185,7 +185,7 @@ class Roster:
         if sequence.table is None:
             if why is Leaving.OVER:
                 self.queue.remove(sequence)
-                sequence.request.sequences.remove(sequence)
+                self._part(sequence)
             return
         if sequence.leaving is None:
             self.running.pop(sequence, None)
@@ -240,12 +240,17 @@ class Roster:
             self.released_rows.append(sequence.row)
             sequence.row = -1
         if why is Leaving.OVER:
-            sequence.request.sequences.remove(sequence)
+            self._part(sequence)
         else:
             if why is Leaving.PREEMPTED:
                 sequence.num_lost = min(sequence.num_computed, sequence.num_known)
             sequence.rewind()
             self._wait(sequence)
+
+    def _part(self, sequence: Sequence) -> None:
+        """It is over and nobody asks it any more. It and its request refer to each other until the collector comes: what is large goes at once."""
+        sequence.request.sequences.remove(sequence)
+        sequence.constraint = None
 
     def retention(self, request: Request) -> Retention:
         """How the request wants its blocks kept from now on; ends fall on whole seconds, so that there are few of them."""

@@ -220,6 +220,11 @@ class Scheduler:
             self._endings.abort(request)
         return self._settle()
 
+    def end_compiling(self) -> list[Event]:
+        """Fail, for the daemon is shutting down, every request that still waits for its constraint."""
+        self._constraints.end_compiling()
+        return self._settle()
+
     def fail_all(self, code: ErrorCode, message: str, retry_after_s: float = 0.0) -> list[Event]:
         """Fail every request."""
         for request in list(self._requests.values()):

@@ -24,12 +24,15 @@ class Bench:
         self.begun: list[str] = []
         self.gates: dict[str, threading.Event] = {}
         self.num_done = 0
+        self.growth: dict[str, int] = {}
+        self.resident_bytes = 1 << 30
         self.compiler = GrammarCompiler(
             GrammarConfig(**{"constraint_timeout_s": 10.0, **config}),
             no_vocabulary,
             now_s=lambda: self.now_s,
             on_done=self._on_done,
             compile_constraint=self._compile,
+            resident_bytes=lambda: self.resident_bytes,
         )
 
     def _on_done(self) -> None:
@@ -38,6 +41,7 @@ class Bench:
     def _compile(self, constraint: Constraint) -> CompiledGrammar:
         source = constraint.source[0]
         self.begun.append(source)
+        self.resident_bytes += self.growth.get(source, 0)
         if source in self.gates:
             assert self.gates[source].wait(30)
         if source.startswith("bad"):
@@ -155,6 +159,19 @@ def test_the_longest_unused_is_forgotten() -> None:
     for source in ("a", "b", "a", "c", "a", "b"):
         bench.compiled(source)
     assert bench.begun == ["a", "b", "c", "b"]
+
+
+def test_what_is_kept_has_a_bound_of_bytes() -> None:
+    bench = Bench()
+    bench.growth = dict.fromkeys(("a", "b", "c", "bad"), 100 << 20) | {"huge": 300 << 20}
+    for source in ("a", "bad", "b", "a", "c"):
+        bench.compiled(source)
+    assert bench.begun == ["a", "bad", "b", "c"]
+    bench.compiled("a")
+    bench.compiled("bad")
+    assert bench.begun == ["a", "bad", "b", "c", "bad"], "b was the longest unused, and of a refusal nothing is left but its words"
+    assert isinstance(bench.compiled("huge"), CompiledGrammar)
+    assert bench.compiler.stats()["kept"] == bench.compiler.stats()["kept_bytes"] == 0
 
 
 def test_what_failed_a_sequence_is_compiled_afresh() -> None:

@@ -125,6 +125,37 @@ def test_a_text_that_begins_another_may_end_or_go_on(compiler: GrammarCompiler) 
     assert state.is_over
 
 
+def test_thousands_of_texts_are_a_choice_like_another(compiler: GrammarCompiler) -> None:
+    texts = {f"item{number}" for number in range(6000)}
+    grammar = compiled(compiler, Constraint("choice", tuple(sorted(texts))))
+    assert {output.decode() for seed in range(20) if (output := walk(compiler, grammar, random.Random(seed)))} <= texts
+    assert takes(grammar, "item5999")
+    assert not takes(grammar, "item6000")
+
+
+def test_a_thousand_optional_properties_are_not_too_many(compiler: GrammarCompiler) -> None:
+    schema = {"properties": {f"p{number}": {"type": "boolean"} for number in range(950)}, "additionalProperties": False, "type": "object"}
+    grammar = compiled(compiler, Constraint("json_schema", (json.dumps(schema),)))
+    state = grammar.start()
+    for byte in b'{"p0": true, "p500": false, "p949": true}':
+        state.advance(byte)
+    assert state.problem == ""
+    assert state.is_over
+    assert not takes(grammar, '{"p950": true}')
+
+
+def test_a_limit_is_not_taken_for_a_forbidden_token(compiler: GrammarCompiler) -> None:
+    schema = {"properties": {f"p{number}": {"type": "boolean"} for number in range(1500)}, "additionalProperties": False, "type": "object"}
+    state = compiled(compiler, Constraint("json_schema", (json.dumps({"type": "array", "items": schema}),))).start()
+    for byte in b'[{"p0":':
+        state.advance(byte)
+    assert "items" in state.problem
+    assert not state.has_strayed
+    state = compiled(compiler, Constraint("choice", ("left", "right"))).start()
+    state.advance(ord("x"))
+    assert state.has_strayed
+
+
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -204,6 +235,12 @@ REFUSED = [
     (Constraint("json_schema", ('{"if": {}, "not": {}}',)), "Unimplemented keys"),
     (Constraint("json_schema", ('{"$ref": "file:///etc/passwd"}',)), "not present"),
     (Constraint("json_schema", ('{"$ref": "#"}',)), "matches nothing"),
+    (Constraint("json_schema", ('{"x-guidance": 5}',)), "x-guidance is 5"),
+    (Constraint("json_schema", ('{"x-guidance": null}',)), "x-guidance is null"),
+    (Constraint("regex", ("a{1000000}",)), "too complex"),
+    (Constraint("lark", ('root ::= "a"{99999999}',)), "too complex"),
+    (Constraint("lark", ("root ::= " + '("a" | "b")* ' * 8000,)), "104009 characters; at most 65536"),
+    (Constraint("lark", ("root ::= r0\n" + "".join(f'r{number} ::= "x"\n' for number in range(2000)),)), "2001 rules"),
     (Constraint("json_schema", ("false",)), "must be an object"),
     (Constraint("regex", ("[a-z",)), "unclosed"),
     (Constraint("regex", ("(?=a)b",)), "look-ahead"),

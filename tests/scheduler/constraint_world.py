@@ -18,13 +18,14 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class WordState:
-    """Implements the scheduler's ``ConstraintState``: the output is one of some words, or what a word ends in (after "…") spoils it."""
+    """Implements the scheduler's ``ConstraintState``: the output is one of some words; what comes after "…" spoils it, and so does "‰" itself."""
 
     def __init__(self, words):
         self.words = [word.encode() for word in words]
         self.output = b""
         self.has_ended = False
         self.problem = ""
+        self.has_strayed = False
 
     @property
     def is_complete(self):
@@ -42,11 +43,13 @@ class WordState:
 
     def advance(self, token_id):
         if token_id not in self.allowed():
-            self.problem = f"{token_id} is not allowed after {self.output!r}"
+            self.problem, self.has_strayed = f"{token_id} is not allowed after {self.output!r}", True
         elif token_id == EOS_TOKEN_ID:
             self.has_ended = True
         else:
             self.output += bytes([token_id])
+            if self.output.endswith("‰".encode()):
+                self.problem = "too many items"
 
     def num_valid(self, token_ids):
         copy = WordState([])

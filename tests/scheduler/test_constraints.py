@@ -178,7 +178,57 @@ def test_a_constraint_that_gives_up_fails_its_request_alone_and_is_compiled_afre
     assert world.heard(other) == expected(prompt(6), WORDS, max_tokens=20)
 
 
+def test_one_that_a_sampled_token_makes_too_complex_is_told_so_too():
+    world = ConstraintWorld(speculative=False)
+    request = world.submit(prompt(5), ("abc‰def",), max_tokens=20)
+    world.finish_all()
+    assert world.ends[request].code == ErrorCode.BAD_REQUEST
+    assert "too complex" in world.ends[request].message
+    assert "too many items" in world.ends[request].message
+    assert [constraint.source for constraint in world.compiler.forgotten] == [("abc‰def",)]
+
+
+def test_a_token_that_the_mask_forbade_is_a_fault_of_the_daemon(monkeypatch):
+    monkeypatch.setattr(WordState, "mask", lambda _: b"\xff" * (4 * NUM_WORDS))
+    world = ConstraintWorld(speculative=False)
+    request = world.submit(prompt(5), ("‰",), max_tokens=20)
+    world.finish_all()
+    assert world.ends[request].code == ErrorCode.INTERNAL
+    assert "forbids" in world.ends[request].message
+    assert not world.compiler.forgotten
+
+
+@pytest.mark.parametrize("words", [WORDS, ("abc…def",)], ids=["matched", "given up"])
+def test_what_a_constraint_holds_is_gone_with_its_request_and_waits_for_no_collector(words):
+    world = ConstraintWorld(max_in_flight=2)
+    gc.disable()
+    try:
+        world.submit(prompt(5), words, num_choices=2, sampling=WARM)
+        (request,) = world.scheduler._requests.values()
+        grammar = weakref.ref(request.constraint)
+        states = [weakref.ref(sequence.constraint) for sequence in request.sequences]
+        del request
+        world.finish_all()
+        assert grammar() is None
+        assert not any(state() for state in states)
+    finally:
+        gc.enable()
+
+
 # ----------------------------------------------------------------------------------------------------- while it compiles
+
+
+def test_at_a_shutdown_those_fail_whose_constraints_are_not_there():
+    world = ConstraintWorld()
+    begun = world.submit(prompt(5), WORDS)
+    world.compiler.holds = True
+    waiting, gone = world.submit(prompt(6), WORDS), world.submit(prompt(7), WORDS)
+    world.take(world.scheduler.abort(gone))
+    world.take(world.scheduler.end_compiling())
+    assert world.ends[waiting].code == ErrorCode.DRAINING
+    assert not world.compiler.tickets
+    world.finish_all()
+    assert world.heard(begun) == expected(prompt(5), WORDS, max_tokens=20)
 
 
 def test_a_request_that_waits_for_its_constraint_holds_nothing_and_nobody():
