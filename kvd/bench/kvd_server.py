@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Unpack
 
-import msgspec
 from kvd_client import AsyncClient
 from kvd_client.endpoints import default_endpoint
 from kvd_client.errors import KvdError
@@ -68,7 +67,7 @@ class KvdServer:
         answer.text = "".join(texts)
         answer.prompt_tokens, answer.completion_tokens = usage.prompt_tokens, usage.completion_tokens
         answer.cached_tokens, answer.restored_tokens = usage.cached_tokens, usage.restored_tokens
-        if usage.drafted_tokens is not msgspec.UNSET and usage.accepted_tokens is not msgspec.UNSET:
+        if usage.drafted_tokens:
             answer.drafted_tokens, answer.accepted_tokens = usage.drafted_tokens, usage.accepted_tokens
         return answer
 

@@ -41,6 +41,10 @@ def output_options(fields: OutputFields, *, is_stream: bool, has_stop: bool) -> 
     options: dict[str, Any] = {}
     if fields.logit_bias:
         options["logit_bias"] = _logit_bias(fields.logit_bias)
+    if fields.allowed_token_ids is not None and not fields.allowed_token_ids:
+        raise ApiError(
+            400, "allowed_token_ids is empty: no token could be sampled; leave it away where any may be", param="allowed_token_ids"
+        )
     for name in ("allowed_token_ids", "banned_token_ids", "bad_words"):
         if value := getattr(fields, name):
             options[name] = value

@@ -60,6 +60,10 @@ def test_async_whole_and_streamed_answers(endpoint: str) -> None:
     async def test(client: AsyncClient) -> None:
         whole = await client.generate("abc")
         assert (whole.text, whole.token_ids) == (" t97 t98 t99.", (97, 98, 99))
+        assert (whole.usage.drafted_tokens, whole.usage.accepted_tokens) == (0, 0), "plain numbers, where nothing was told"
+        assert (whole.choices[0].cumulative_logprob, whole.choices[0].score) == (None, None)
+        with pytest.raises(errors.BadRequest, match="allowed_token_ids is empty"):
+            await client.generate("abc", allowed_token_ids=[])
         async with await client.chat([{"role": "user", "content": "x"}], stream=True) as stream:
             text = "".join([chunk.text async for chunk in stream])
         assert stream.completion.text == text

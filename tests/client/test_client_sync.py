@@ -58,6 +58,10 @@ def test_whole_and_streamed_answers(endpoint: str, client: Client) -> None:
         whole = client.generate("abc", max_tokens=3)
         assert (whole.text, whole.token_ids, whole.finish_reason) == (" t97 t98 t99.", (97, 98, 99), "length")
         assert (whole.usage.prompt_tokens, whole.timings.total_ms, whole.seed) == (2, 3.0, 9)
+        assert (whole.usage.drafted_tokens, whole.usage.accepted_tokens) == (0, 0), "plain numbers, where nothing was told"
+        assert (whole.choices[0].cumulative_logprob, whole.choices[0].score) == (None, None)
+        with pytest.raises(errors.BadRequest, match="allowed_token_ids is empty"):
+            client.generate("abc", allowed_token_ids=[])
         with client.generate("abc", stream=True) as stream:
             with pytest.raises(RuntimeError):
                 _ = stream.completion

@@ -115,6 +115,7 @@ def test_what_contradicts_itself_about_the_prompt_is_refused(field, asked):
         ("logit_bias", {"99999999999999999999999": 1}),
         ("logit_bias", {"0" * 5000 + "7": 1}),
         ("logit_bias", {"7": 1, "07": 2}),
+        ("allowed_token_ids", []),
         ("truncate_prompt_tokens", 0),
         ("functions", [{}]),
         ("logits_processors", ["x"]),

@@ -60,7 +60,7 @@ def test_options_of_the_client():
     assert take_speculation(fields) == Speculation(mode="ngram", num_draft=5)
     assert fields == {"n": 2}
     assert take_speculation({"draft_acceptance": "rejection"}) == Speculation(acceptance="rejection")
-    with pytest.raises(BadRequest, match="num_draft are for drafts, and speculation is off"):
+    with pytest.raises(BadRequest, match="num_draft is for drafts, and speculation is off"):
         take_speculation({"speculation": "off", "num_draft": 3})
     sent = generate_message("text", stream=True, options={"speculation": "off"})
     assert sent.speculation == Speculation(mode="off")

@@ -41,7 +41,7 @@ from kvd_client.protocol.messages import (
     UnloadAdapter,
     Unpin,
 )
-from kvd_client.results import Choice, Chunk, Completion, PromptEcho, unpack_tokens
+from kvd_client.results import Choice, Chunk, Completion, PromptEcho, Usage, unpack_tokens
 
 OperationMessage = (
     Pin
@@ -278,7 +278,7 @@ class Answer:
             text = "".join(state.texts) + end.text_tail
             total, score = (None if isinstance(value, msgspec.UnsetType) else value for value in (end.cumulative_logprob, end.score))
             choices.append(Choice(end.choice, text, token_ids, end.finish_reason, logprobs, total, score))
-        return Completion(message.request_id, tuple(choices), message.usage, message.timings, message.seed, self.prompt)
+        return Completion(message.request_id, tuple(choices), Usage.of(message.usage), message.timings, message.seed, self.prompt)
 
 
 class Io(Protocol):

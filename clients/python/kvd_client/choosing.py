@@ -18,7 +18,8 @@ def take_beam(fields: dict[str, Any]) -> Beam | None:
     names = [name for name in ("length_penalty", "early_stopping") if name in fields]
     if fields.get("beam_width") is None:
         if names:
-            raise BadRequest(f"{' and '.join(names)} are for beam search: give beam_width", code=Code.BAD_REQUEST)
+            verb = "is" if len(names) == 1 else "are"
+            raise BadRequest(f"{' and '.join(names)} {verb} for beam search: give beam_width", code=Code.BAD_REQUEST)
         fields.pop("beam_width", None)
         return None
     early_stopping = fields.pop("early_stopping", False)

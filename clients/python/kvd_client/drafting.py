@@ -20,7 +20,8 @@ def take_speculation(fields: dict[str, Any]) -> Speculation | None:
     if mode is None and not given:
         return None
     if mode == "off" and given:
-        raise BadRequest(f"{' and '.join(given)} are for drafts, and speculation is off", code=Code.BAD_REQUEST)
+        verb = "is" if len(given) == 1 else "are"
+        raise BadRequest(f"{' and '.join(given)} {verb} for drafts, and speculation is off", code=Code.BAD_REQUEST)
     return Speculation(
         mode="auto" if mode is None else mode, num_draft=given.get("num_draft", 0), acceptance=given.get("draft_acceptance", "coupled")
     )

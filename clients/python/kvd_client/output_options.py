@@ -25,7 +25,12 @@ def take_rules(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
             sampling["logit_bias"] = tuple((int(token_id), float(value)) for token_id, value in pairs)
         for name in _IDS:
             if name in sampling:
-                sampling[name] = tuple(sampling[name] or ())
+                ids = sampling[name]
+                sampling[name] = () if ids is None else tuple(ids)
+                if name == "allowed_token_ids" and ids is not None and not sampling[name]:
+                    raise BadRequest(
+                        "allowed_token_ids is empty: no token could be sampled; leave it out where any may be", code=Code.BAD_REQUEST
+                    )
         if "bad_words" in fields:
             words = fields["bad_words"] or ()
             fields["bad_words"] = (words,) if isinstance(words, str) else tuple(words)

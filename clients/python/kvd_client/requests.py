@@ -33,7 +33,7 @@ class GenerateOptions(TypedDict, total=False):
     Sampling, as in the OpenAI API and its peers: ``temperature`` (1.0; 0 is greedy), ``top_k`` (0: all), ``top_p`` (1.0), ``min_p`` (0.0),
     ``repetition_penalty`` (1.0), ``presence_penalty`` (0.0), ``frequency_penalty`` (0.0), ``seed`` (None: the daemon draws one, see
     ``Completion.seed``), ``logprobs`` (None: none; 0: of the sampled token; k: of the k most likely besides). ``logit_bias`` (a mapping from token ids to
-    what is added to their logits, or pairs), ``allowed_token_ids`` (no others), ``banned_token_ids``, ``bad_words`` (a text or several that must not come out).
+    what is added to their logits, or pairs), ``allowed_token_ids`` (no others; not empty), ``banned_token_ids``, ``bad_words`` (a text or several that must not come out).
 
     Length and end: ``max_tokens`` (None: what fits the model), ``min_tokens`` (0), ``stop`` (a string or several; part of the text only with ``include_stop``),
     ``stop_token_ids``, ``ignore_eos`` (False).
@@ -134,8 +134,11 @@ def generate_message(input_kind: str, *, stream: bool, options: GenerateOptions)
     tools, _ = take_tools(fields)
     take_rules(sampling, fields)
     n = fields.get("n", 1)
-    if not isinstance(n, int) or n < 1 or window_tokens < 1:
-        raise BadRequest("n and window_tokens are at least 1", code=Code.BAD_REQUEST)
+    for name, value in (("n", n), ("window_tokens", window_tokens)):
+        if not isinstance(value, int):
+            raise BadRequest(f"{name} is {value!r:.40}; it must be an int", code=Code.BAD_REQUEST)
+        if value < 1:
+            raise BadRequest(f"{name} is {value}; it must be at least 1", code=Code.BAD_REQUEST)
     return checked(
         Generate(
             request_id=bytes(16),

@@ -8,9 +8,31 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvd_client.protocol.messages import Timings, TokenLogprob, Usage
+import msgspec
+
+from kvd_client.protocol.messages import Timings, TokenLogprob
+from kvd_client.protocol.messages import Usage as WireUsage
 
 __all__ = ["CheckpointResult", "Choice", "Chunk", "Completion", "PinResult", "PingResult", "PromptEcho", "Timings", "TokenLogprob", "Usage"]
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a request. ``cached_tokens``: every prompt token that was matched in the prefix cache; of these ``restored_tokens`` came from disk and
+    ``recomputed_tokens`` were computed again since the daemon's start, and are used for the first time. ``drafted_tokens`` were proposed by speculation,
+    ``accepted_tokens`` of them were what the model said, too."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    restored_tokens: int = 0
+    recomputed_tokens: int = 0
+    completion_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @classmethod
+    def of(cls, wire: WireUsage) -> Usage:
+        """What the wire leaves out is 0."""
+        return cls(**{name: value for name, value in msgspec.structs.asdict(wire).items() if value is not msgspec.UNSET})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +135,8 @@ class ForgetResult:
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """A LoRA adapter as the daemon knows it. ``state``: ``loaded``, ``on disk`` (loaded when a request names it), ``in use`` (unloaded, and gone when the requests that
-    run with it are over) or ``unloaded``. ``digest`` (hex), ``rank`` and ``num_bytes`` are empty or 0 where it is not loaded."""
+    """A LoRA adapter as the daemon knows it. ``state``: ``loaded``, ``on disk`` (loaded when a request names it), ``unusable`` (on disk, and could not be loaded when that was
+    last tried: ``error`` says why), ``in use`` (unloaded, and gone when the requests that run with it are over) or ``unloaded``. ``digest`` (hex), ``rank`` and ``num_bytes`` are empty or 0 where it is not loaded."""
 
     name: str
     state: str
@@ -123,6 +145,7 @@ class AdapterInfo:
     num_bytes: int = 0
     num_requests: int = 0
     """Requests that run with it, or wait to."""
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
