@@ -23,7 +23,10 @@ def group() -> None:
 @json_option
 @target_options
 def list_command(*, target: Target, as_json: bool) -> None:
-    """List the adapters that requests may name: those that are loaded, and those on disk, which are loaded when a request names them."""
+    """List the adapters that requests may name: those that are loaded, and those on disk, which are loaded when a request names them.
+
+    One on disk is `unusable`, with the reason, once it was tried and could not be loaded; it is tried again when a request names it.
+    """
     with target.client(needs_ready=True) as client:
         adapters = client.adapters()
     if as_json:
@@ -32,6 +35,9 @@ def list_command(*, target: Target, as_json: bool) -> None:
         click.echo("no adapters")
     else:
         print_rows(("NAME", "STATE", "RANK", "SIZE", "REQUESTS", "DIGEST"), [_row(each) for each in adapters])
+        for each in adapters:
+            if each.error:
+                click.echo(each.error)
 
 
 @group.command("load")
@@ -88,4 +94,5 @@ def _object(adapter: AdapterInfo) -> dict[str, Any]:
         "rank": adapter.rank,
         "bytes": adapter.num_bytes,
         "requests": adapter.num_requests,
+        **({"error": adapter.error} if adapter.error else {}),
     }

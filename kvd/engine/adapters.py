@@ -97,6 +97,8 @@ class Adapters:
         """In the order of their arrival."""
         self._waiting_requests: dict[bytes, _Request] = {}
         """Those of them that are requests, by id."""
+        self._unusable: dict[str, str] = {}
+        """Why the last read of a name came to nothing, though its directory is there."""
         self._names_of_digests: dict[bytes, str] = {}
         """What pins' adapters were called before the start."""
         self.uses: dict[bytes, _Resident] = {}
@@ -279,8 +281,9 @@ class Adapters:
         """The names on disk."""
         if command.error:
             return [OpFailed(command.op_id, ErrorCode.ADAPTER_UNUSABLE, command.error)]
+        self._unusable = {name: reason for name, reason in self._unusable.items() if name in command.names}
         on_disk = [name for name in command.names if name not in self._by_name]
-        adapters = [*self.report()["loaded"], *({"name": name, "state": "on disk"} for name in on_disk)]
+        adapters = [*self.report()["loaded"], *(self._described_on_disk(name) for name in on_disk)]
         adapters.sort(key=lambda each: each["name"])
         return [OpDone(command.op_id, {"adapters": adapters, "max_adapters": self._max_adapters})]
 
@@ -292,9 +295,12 @@ class Adapters:
         if command.error:
             code = ErrorCode.NOT_FOUND if command.is_missing else ErrorCode.ADAPTER_UNUSABLE
             self._log.warning("adapter_not_loaded", name=name, error=command.error)
+            if not command.is_missing:
+                self._unusable[name] = command.error
             if name in self._by_name:  # what is loaded stays, and so do those who wait for their turn with it
                 waiting = [waiter for waiter in waiting if waiter.read_id]
             return self._answer(waiting, lambda waiter: waiter.fail(code, command.error, 0.0)) + self._go_on()
+        self._unusable.pop(name, None)
         resident = self._residents.get(command.digest)
         if resident is not None:
             self._source.discard(command.read_id)
@@ -453,6 +459,10 @@ class Adapters:
 
     def _capacity(self) -> str:
         return f"all {self._max_adapters} adapters that may be loaded are in use (max_adapters); unload one, or try again when requests are over"
+
+    def _described_on_disk(self, name: str) -> dict[str, Any]:
+        reason = self._unusable.get(name)
+        return {"name": name, "state": "on disk"} if reason is None else {"name": name, "state": "unusable", "error": reason}
 
     @staticmethod
     def _described(name: str, resident: _Resident) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class Gateway:
         hello = (await self._greeting(fresh=True)).hello
         base = self._names(hello)
         models = [self._model_facts(name, hello) for name in base]
-        adapters = await self._adapters.names(self._client, fresh=True)
+        adapters = await self._adapters.usable(self._client)
         models += [self._model_facts(name, hello, parent=base[0]) for name in adapters if name not in base]
         return Response(msgspec.json.encode({"object": "list", "data": models}), media_type=_JSON)
 

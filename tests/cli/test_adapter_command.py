@@ -85,6 +85,17 @@ def test_list_shows_what_is_loaded_and_what_could_be(stub, capsys):
     assert listed[1] == {"name": "poet", "state": "loaded", "digest": "ab" * 32, "rank": 8, "bytes": 3 << 20, "requests": 2}
 
 
+def test_list_says_why_one_can_not_be_used(stub, capsys, monkeypatch):
+    dora = AdapterInfo("dora", "unusable", error="adapter dora: use_dora is set")
+    monkeypatch.setattr(stub, "adapters", lambda _: (dora, POET))
+    assert app.main(["adapter", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:2] == ["dora", "unusable"]
+    assert lines[3:] == ["adapter dora: use_dora is set"]
+    assert app.main(["adapter", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["adapters"][0]["error"] == "adapter dora: use_dora is set"
+
+
 def test_load_and_unload(stub, capsys):
     assert app.main(["adapter", "load", "poet"]) == 0
     assert capsys.readouterr().out == f"loaded poet: rank 8, 3.0 MiB, digest {'ab' * 8}\n"

@@ -183,6 +183,33 @@ def test_the_list_holds_what_is_loaded_and_what_is_on_disk():
     assert world.answers[op_id] == "adapter_unusable"
 
 
+def test_the_list_says_why_one_can_not_be_used_until_it_could_be():
+    def listed(*names):
+        op_id = world.operate(ListAdapters)
+        world.take(world.adapters.handle(AdapterNames(world.disk.lists.pop(), names)))
+        return {each["name"]: (each["state"], each.get("error", "")) for each in world.answers[op_id]["adapters"]}
+
+    world = World(poet="damaged", clerk="1")
+    assert listed("poet", "clerk") == {"poet": ("on disk", ""), "clerk": ("on disk", "")}
+    world.ask("poet")
+    world.ask("missing")
+    world.finish()
+    assert listed("poet", "clerk") == {"poet": ("unusable", "adapter poet: damaged"), "clerk": ("on disk", "")}
+    world.disk.contents["poet"] = "verse"
+    request_id = world.ask("poet")
+    world.finish()
+    assert world.ends[request_id] == "done", "it is tried again"
+    assert listed("poet")["poet"] == ("loaded", "")
+    world.disk.contents["poet"] = "damaged"
+    world.operate(LoadAdapter, "poet")
+    world.finish()
+    assert listed("poet")["poet"] == ("loaded", "")
+    world.operate(UnloadAdapter, "poet")
+    assert listed("poet")["poet"] == ("unusable", "adapter poet: damaged")
+    listed("clerk")
+    assert listed("poet")["poet"] == ("on disk", ""), "it was away meanwhile"
+
+
 def test_without_a_directory_there_are_none():
     world = World()
     world.adapters = Adapters(scheduler=world.scheduler, source=None, clock=world.clock, max_adapters=2, max_waiting=8)

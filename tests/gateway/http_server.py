@@ -46,6 +46,7 @@ class Daemon:
         self.text = "x"
         self.before_answer: Callable[[], None] = lambda: None
         self.adapter_names: list[str] = []
+        self.unusable: list[str] = []
         self.num_adapter_lists = 0
         self.asked_adapters: list[str] = []
         self.restart(model)
@@ -66,7 +67,7 @@ class Daemon:
     async def adapters(self, *, timeout_s: float) -> tuple[AdapterInfo, ...]:
         assert timeout_s > 0
         self.num_adapter_lists += 1
-        return tuple(AdapterInfo(name, "on disk") for name in self.adapter_names)
+        return tuple(AdapterInfo(name, "unusable" if name in self.unusable else "on disk") for name in self.adapter_names)
 
     async def generate(self, _: Any, *, stream: bool, adapter: str = "", **options: Any) -> Any:
         self.asked_adapters.append(adapter)

@@ -38,8 +38,19 @@ def test_a_name_is_asked_for_once_and_made_up_ones_not_all_the_time():
         now[0] += adapter_names._KEPT_S
         assert await names.names(client, wanted="poet") == ("poet",)
         assert await names.names(client, wanted="clerk") == ("poet", "clerk")
-        assert await names.names(client, fresh=True) == ("poet", "clerk")
+        assert await names.usable(client) == ("poet", "clerk")
         assert daemon.num_adapter_lists == 3
+
+    asyncio.run(test())
+
+
+def test_one_that_can_not_be_used_is_not_offered_but_may_be_named_to_hear_why():
+    async def test() -> None:
+        daemon = Daemon()
+        daemon.adapter_names, daemon.unusable = ["poet", "dora"], ["dora"]
+        names, client = AdapterNames(), daemon
+        assert await names.usable(client) == ("poet",)  # type: ignore[arg-type]
+        assert await names.names(client, wanted="dora") == ("poet", "dora")  # type: ignore[arg-type]
 
     asyncio.run(test())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from kvd_client import Client
+from kvd_client.errors import AdapterUnusable
 
 
 def main() -> None:
@@ -19,7 +20,11 @@ def main() -> None:
     with Client(arguments.connect) as client:
         client.wait_ready(timeout_s=120)
         for name in ("", *(adapter.name for adapter in client.adapters())):
-            answer = client.generate(arguments.prompt, max_tokens=20, temperature=0, adapter=name)
+            try:
+                answer = client.generate(arguments.prompt, max_tokens=20, temperature=0, adapter=name)
+            except AdapterUnusable as error:
+                print(f"{name}: can't be used: {error}")
+                continue
             print(f"{name or 'base model'}: {answer.text!r}")
         for adapter in client.adapters():
             print(f"{adapter.name} is {adapter.state}{f', rank {adapter.rank}, digest {adapter.digest[:12]}' if adapter.digest else ''}")

@@ -114,6 +114,7 @@ def _adapter(data: Mapping[str, Any]) -> AdapterInfo:
         rank=int(data.get("rank", 0)),
         num_bytes=int(data.get("bytes", 0)),
         num_requests=int(data.get("requests", 0)),
+        error=str(data.get("error", "")),
     )
 
 
