@@ -6,13 +6,15 @@ import asyncio
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from daemon_process import DaemonProcess
 from fake_oracle import expected_tokens
-from kvd_client import AsyncClient, errors
+from kvd_client import AsyncClient, Client, errors
 from schema_check import matches
 
 pytestmark = [pytest.mark.e2e, pytest.mark.socket, pytest.mark.store, pytest.mark.grammar]
@@ -174,3 +176,29 @@ def test_a_daemon_may_be_told_to_take_none(tmp_path_factory: pytest.TempPathFact
             with pytest.raises(errors.BadRequest, match=r"grammar\.constraints"):
                 client.generate("x", regex="a", max_tokens=5)
             assert client.generate("x", max_tokens=5).usage.completion_tokens <= 5
+
+
+def test_a_stop_waits_for_no_compile(tmp_path: Path) -> None:
+    failures: list[errors.KvdError] = []
+
+    def ask(number: int) -> None:
+        with Client(daemon.endpoint, wait_until_ready=False) as client:
+            try:
+                client.generate("x", lark="start: " + '("a" | "b")* ' * (8000 + number), max_tokens=2)
+            except errors.KvdError as error:
+                failures.append(error)
+
+    with DaemonProcess(tmp_path) as daemon:
+        daemon.wait_ready()
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        with daemon.client() as client:
+            while sum(client.stats()["scheduler"][name] for name in ("compiling", "constraints_refused")) < 8:
+                time.sleep(0.01)
+        began_s = time.monotonic()
+        assert daemon.terminate() == 0
+        assert time.monotonic() - began_s < 5.0, "eight compiles take longer than a second and what an end takes"
+        for thread in threads:
+            thread.join()
+    assert len(failures) == 8
