@@ -1,11 +1,13 @@
-"""transformers' own generate over kvd's pool: ``python transformers_cache.py MODEL``, where MODEL is a chat model that ``from_pretrained`` takes.
+"""transformers' own generate over kvd's pool: ``python transformers_cache.py MODEL``.
 
-The second question computes only its own words.
+MODEL is a chat model: a directory or hub name that ``from_pretrained`` takes, or a GGUF file as ``kvd pull`` prints it (needs transformers, torch, and for GGUF the
+packages gguf and accelerate). The second question computes only its own words.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,8 +18,16 @@ QUESTIONS = ("When does it open?", "When does it close?", "On which day is it cl
 
 
 def main() -> None:
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+    if len(sys.argv) != 2:
+        sys.exit("usage: python transformers_cache.py MODEL, a directory for from_pretrained or a GGUF file: $(kvd pull smollm2)")
+    path, file = Path(sys.argv[1]), {}
+    if path.suffix == ".gguf":
+        path, file = path.parent, {"gguf_file": path.name}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, **file)
+        tokenizer = AutoTokenizer.from_pretrained(path, **file)
+    except (OSError, ValueError, ImportError) as error:
+        sys.exit(f"transformers can't load {sys.argv[1]}: {error}")
     pool = KvdPool(model, kv_memory=64 << 20)
     for question in QUESTIONS:
         chat = [{"role": "system", "content": RULES}, {"role": "user", "content": question}]
