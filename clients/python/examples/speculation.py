@@ -9,7 +9,11 @@ import argparse
 
 from kvd_client import Client
 
-PROMPT = "Repeat this word for word: the quick brown fox jumps over the lazy dog, and the lazy dog jumps over the quick brown fox."
+TEXT = (
+    "The harbour master writes down each ship that comes in: its name, its cargo, the port from which it sailed, and the hour of its arrival. "
+    "In the evening he reads the list aloud to the pilots, who sign it, and the clerk puts it into the green cabinet. "
+)
+PROMPT = f"{TEXT}\n\nThe same text again, word for word:\n\n{TEXT}\n\nAnd once more, word for word:\n\n"
 
 
 def main() -> None:
