@@ -356,6 +356,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     max_model_len: int
     block_size_tokens: int
     max_choices: int
+    """Sequences that a request may run at once."""
+    model_len: int = 0
+    """What the model would take, where ``max_model_len`` is less because the KV pool holds no more; else 0."""
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):

@@ -286,7 +286,8 @@ class Daemon:
                     engine.vocab_size,
                     max_model_len,
                     config.cache.block_size_tokens,
-                    config.scheduler.max_choices,
+                    min(config.scheduler.max_choices, config.scheduler.max_running),
+                    engine.max_model_len if max_model_len < engine.max_model_len else 0,
                 )
             ]
         )

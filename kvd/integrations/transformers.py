@@ -92,7 +92,7 @@ class KvdPool:
             salt: only caches with the same salt share anything.
 
         Raises:
-            PoolFullError: living caches leave too few blocks.
+            PoolFullError: living caches leave too few blocks, or the pool is smaller than a prompt.
             KvdCacheError: padding that is not on the left; no mask, and a token that ``generate`` would take for padding.
         """
         if attention_mask is None and _has_guessed_padding(torch.as_tensor(input_ids), self._model, {}):
@@ -305,7 +305,7 @@ class KvdCache(Cache):
         num_tokens = match.num_tokens + (match.partial is None)
         table = tables.allocate(match, max(1, num_tokens))
         if table is None:
-            raise self._full()
+            raise self._full(num_tokens)
         if table.partial is not None:
             self._copy((table.partial,))
             tables.end_copy(table)
@@ -344,7 +344,7 @@ class KvdCache(Cache):
         for row in self._rows:
             copies = tables.extend(row.table, end - row.num_padding) if end > row.num_padding else ()
             if copies is None:
-                raise self._full()
+                raise self._full(end - row.num_padding)
             self._copy(copies)
 
     def _copy(self, copies: tuple[CopyOnWrite, ...]) -> None:
@@ -369,8 +369,15 @@ class KvdCache(Cache):
         if num_rows != len(self._rows):
             raise KvdCacheError(f"{num_rows} rows for a cache of {len(self._rows)} prompts")
 
-    def _full(self) -> PoolFullError:
-        stats = self._pool.stats()
+    def _full(self, num_tokens: int) -> PoolFullError:
+        """There are no blocks for a row of so many positions."""
+        stats, tables = self._pool.stats(), self._pool.tables
+        num_needed = tables.blocks_for(num_tokens)
+        if num_needed > stats["blocks"]:
+            return PoolFullError(
+                f"a prompt of {num_tokens} tokens needs {num_needed} blocks of {tables.block_size_tokens} tokens, and the pool has {stats['blocks']}: "
+                "give it more kv_memory"
+            )
         return PoolFullError(
             f"{stats['used_blocks']} of {stats['blocks']} blocks are held by living caches: close some, or give the pool more kv_memory"
         )

@@ -9,18 +9,16 @@ from kvd.transport.errors import bad_request
 from kvd.transport.stream import ChoiceStream
 from kvd.types import BeamSearch
 
-_MOST_WIDTH = 1 << 10
 
-
-def check_choosing(message: Generate, *, vocab_size: int) -> None:
+def check_choosing(message: Generate, *, max_choices: int, vocab_size: int) -> None:
     """What can be told of ``beam`` and ``best_of`` before the engine judges them.
 
     Raises:
         RequestError: ``bad_request``, naming the field.
     """
-    beam = message.beam
-    if beam is not None and not 1 <= beam.width <= min(_MOST_WIDTH, vocab_size // 2):
-        raise bad_request(f"beam has the width {beam.width}; it must be from 1 to {min(_MOST_WIDTH, vocab_size // 2)}")
+    beam, most = message.beam, min(max_choices, vocab_size // 2)
+    if beam is not None and not 1 <= beam.width <= most:
+        raise bad_request(f"beam has the width {beam.width}; it must be from 1 to {most}")
     if message.best_of < 0:
         raise bad_request(f"best_of is {message.best_of}; it must be at least 0")
     if message.stop and (beam is not None or message.best_of > message.n):

@@ -40,7 +40,7 @@ from kvd.transport.bodies import TextJob, TextResult, check_ids
 from kvd.transport.clients import Client
 from kvd.transport.edge import RETRY_AFTER_S, Edge
 from kvd.transport.errors import RequestError, bad_request
-from kvd.transport.validation import check_adapter, check_fewest, check_forget, check_id, check_name, check_pin
+from kvd.transport.validation import check_adapter, check_fewest, check_forget, check_id, check_name, check_pin, why_so_few
 from kvd.types import TOKEN_BYTES, ErrorCode, unpack_tokens
 
 Operation = (
@@ -212,7 +212,7 @@ class Operations:
             raise bad_request(f"{len(bodies)} body frames; there must be one")
         if isinstance(message, Pin) and message.input == "text":
             hello, text = self._edge.require_ready()
-            check_fewest(text.fewest_tokens(bodies[0]), max_tokens=None, max_model_len=hello.max_model_len)
+            check_fewest(text.fewest_tokens(bodies[0]), max_tokens=None, max_model_len=hello.max_model_len, model_len=hello.model_len)
         client, number = operation.client, self._next_number()
         self._edge.queue_text(
             TextJob(
@@ -248,7 +248,8 @@ class Operations:
             )
         if num_tokens >= hello.max_model_len:
             raise RequestError(
-                ErrorCode.PROMPT_TOO_LONG, f"the prefix has {num_tokens} tokens; it must leave room for one within {hello.max_model_len}"
+                ErrorCode.PROMPT_TOO_LONG,
+                f"the prefix has {num_tokens} tokens; it must leave room for one within {hello.max_model_len}{why_so_few(hello.model_len)}",
             )
         now_unix_s = max(0.0, time.time())
         recipe = Recipe(

@@ -259,8 +259,14 @@ class Requests:
         request.seed = secrets.randbits(64) if message.sampling.seed is None else message.sampling.seed
         is_truncated = message.truncate_prompt != 0
         if message.input == "ids" and not is_truncated:
-            check_prompt((len(bodies[0]) + 3) // 4, message.max_tokens, hello.max_model_len)
-        check_length = partial(check_fewest, max_tokens=message.max_tokens, max_model_len=hello.max_model_len, is_truncated=is_truncated)
+            check_prompt((len(bodies[0]) + 3) // 4, message.max_tokens, hello.max_model_len, model_len=hello.model_len)
+        check_length = partial(
+            check_fewest,
+            max_tokens=message.max_tokens,
+            max_model_len=hello.max_model_len,
+            is_truncated=is_truncated,
+            model_len=hello.model_len,
+        )
         if message.input == "text":
             check_length(text.fewest_tokens(bodies[0]))
         if message.input == "ids" and not (client.num_text_jobs or is_truncated or message.bad_words or message.echo):
@@ -292,7 +298,7 @@ class Requests:
         """The prompt is known: hand the request to the engine."""
         message, token_ids = request.message, prompt.require_ids()
         hello, text = self._edge.require_ready()
-        max_tokens = check_prompt(len(token_ids) // 4, message.max_tokens, hello.max_model_len)
+        max_tokens = check_prompt(len(token_ids) // 4, message.max_tokens, hello.max_model_len, model_len=hello.model_len)
         if message.min_tokens > max_tokens:
             raise bad_request(f"min_tokens is {message.min_tokens}; {max_tokens} output tokens are possible")
         stop_ids = set(message.stop_token_ids)

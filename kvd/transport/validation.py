@@ -59,7 +59,7 @@ def check_generate(message: Generate, *, max_choices: int, max_stop_strings: int
     _check_ttl("deadline_s", message.deadline_s)
     _check_ttl("queue_timeout_s", message.queue_timeout_s)
     _check_sampling(message.sampling)
-    check_choosing(message, vocab_size=vocab_size)
+    check_choosing(message, max_choices=max_choices, vocab_size=vocab_size)
     check_constraint(message)
     check_speculation(message)
     check_output_rules(message, vocab_size=vocab_size)
@@ -112,10 +112,10 @@ def check_adapter(name: str) -> None:
         raise bad_request("adapter must have 1 to 128 letters, digits or . _ : @ + - and begin with a letter or a digit")
 
 
-def check_prompt(num_tokens: int, max_tokens: int | None, max_model_len: int, *, at_least: bool = False) -> int:
+def check_prompt(num_tokens: int, max_tokens: int | None, max_model_len: int, *, at_least: bool = False, model_len: int = 0) -> int:
     """The output tokens a choice may have: ``max_tokens``, or what the model's positions leave.
 
-    ``at_least``: the prompt may turn out to have more tokens.
+    ``at_least``: the prompt may turn out to have more tokens. ``model_len``: what the model would take, where the KV pool holds less; else 0.
 
     Raises:
         RequestError: ``bad_request`` for an empty prompt, ``prompt_too_long`` with the numbers.
@@ -124,19 +124,25 @@ def check_prompt(num_tokens: int, max_tokens: int | None, max_model_len: int, *,
         raise bad_request("the prompt is empty")
     room = max_model_len - num_tokens
     tokens = f"{'at least ' if at_least else ''}{num_tokens} tokens"
+    limit = f"{max_model_len}{why_so_few(model_len)}"
     if room < 1:
-        raise RequestError(ErrorCode.PROMPT_TOO_LONG, f"the prompt has {tokens}; with one of output it exceeds {max_model_len}")
+        raise RequestError(ErrorCode.PROMPT_TOO_LONG, f"the prompt has {tokens}; with one of output it exceeds {limit}")
     if max_tokens is None:
         return room
     if max_tokens > room:
         raise RequestError(
             ErrorCode.PROMPT_TOO_LONG,
-            f"the prompt has {tokens} and max_tokens is {max_tokens}; together they exceed {max_model_len}",
+            f"the prompt has {tokens} and max_tokens is {max_tokens}; together they exceed {limit}",
         )
     return max_tokens
 
 
-def check_fewest(num_tokens: int, *, max_tokens: int | None, max_model_len: int, is_truncated: bool = False) -> None:
+def why_so_few(model_len: int) -> str:
+    """What a message says behind the longest length, where the KV pool holds less than the ``model_len`` positions that the model takes."""
+    return f", which is what the KV pool holds (the model takes {model_len}): give the daemon more kv_memory" if model_len else ""
+
+
+def check_fewest(num_tokens: int, *, max_tokens: int | None, max_model_len: int, is_truncated: bool = False, model_len: int = 0) -> None:
     """Refuse a text whose tokens, at least so many, can't fit: tokenising it would only keep others waiting. 0: nothing is known.
 
     Raises:
@@ -145,7 +151,7 @@ def check_fewest(num_tokens: int, *, max_tokens: int | None, max_model_len: int,
     if is_truncated:
         check_truncatable(num_tokens, max_model_len)
     elif num_tokens:
-        check_prompt(num_tokens, max_tokens, max_model_len, at_least=True)
+        check_prompt(num_tokens, max_tokens, max_model_len, at_least=True, model_len=model_len)
 
 
 def _check_sampling(sampling: Sampling) -> None:

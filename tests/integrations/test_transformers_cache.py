@@ -279,6 +279,15 @@ def test_a_pool_gives_way_and_says_when_it_can_not(llama):
     pool.tables.check_invariants()
 
 
+def test_a_pool_that_is_smaller_than_a_prompt_says_so(llama):
+    pool = KvdPool(llama, kv_memory=8 * 16 * 2 * 2 * 16 * 4)
+    with pytest.raises(
+        PoolFullError, match="a prompt of 200 tokens needs 13 blocks of 16 tokens, and the pool has 8: give it more kv_memory"
+    ):
+        pool.generate(draw(0, 1, 200), **GREEDY)
+    assert pool.stats()["used_blocks"] == 0
+
+
 def test_what_can_not_be_served_is_refused(llama, pool):
     prompt = draw(1, 1, 20)
     with pool.cache(prompt) as cache, pytest.raises(KvdCacheError, match="does not begin with its row's prompt"):

@@ -85,6 +85,21 @@ def test_more_than_may_wait_is_handed_over_bit_by_bit():
         assert len(small.generate([f"{number}" for number in range(40)], max_tokens=3, progress=False)) == 40
 
 
+def test_a_prompt_that_the_pool_is_too_small_for_says_that_it_is_the_pool():
+    with kvd.LLM(executor="fake", kv_memory="16KiB", max_running=2, max_choices=4) as small:
+        longest = small.client.hello().limits.max_model_len
+        assert longest < 8192
+        with pytest.raises(
+            PromptTooLong, match=rf"exceeds? {longest}, which is what the KV pool holds \(the model takes 8192\): give .* more kv_memory"
+        ):
+            small.generate("x" * longest)
+        with pytest.raises(PromptTooLong, match="which is what the KV pool holds"):
+            small.generate("x", max_tokens=longest)
+        for width in (0, 3):
+            with pytest.raises(BadRequest, match=f"beam has the width {width}; it must be from 1 to 2"):
+                small.generate("x", beam_width=width)
+
+
 def test_the_client_does_the_rest(llm):
     client = llm.client
     pinned = client.pin("rules", STEM)
