@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvd.scheduler.choosing import num_sequences
 from kvd.scheduler.ending import Endings
 from kvd.scheduler.plan import StepPlan
 from kvd.scheduler.ports import ConstraintCompiler, ConstraintState
@@ -25,6 +26,8 @@ class Constraints:
         self._endings = endings
         self._enter = enter
         self._compiling: dict[Request, int] = {}
+        self.num_slots = 0
+        """Running places that those who wait for their constraints will want."""
 
     @property
     def num_compiling(self) -> int:
@@ -48,6 +51,7 @@ class Constraints:
             self._endings.fail(request, ErrorCode.OVERLOADED, message, self._endings.retry_after_s(request.priority))
             return
         self._compiling[request] = ticket
+        self.num_slots += num_sequences(request.command)
         request.is_compiling = True
         self._look(request, ticket)
 
@@ -56,16 +60,21 @@ class Constraints:
         for request, ticket in list(self._compiling.items()):
             self._look(request, ticket)
 
+    def _take(self, request: Request) -> None:
+        """The request waits for its constraint no longer."""
+        del self._compiling[request]
+        self.num_slots -= num_sequences(request.command)
+
     def _look(self, request: Request, ticket: int) -> None:
         assert self._compiler is not None, "it gave the ticket"
         if request.is_over:
-            del self._compiling[request]
+            self._take(request)
             self._compiler.cancel(ticket)
             return
         result = self._compiler.poll(ticket)
         if result is None:
             return
-        del self._compiling[request]
+        self._take(request)
         request.is_compiling = False
         if isinstance(result, tuple):
             code, message = result
@@ -80,7 +89,7 @@ class Constraints:
     def end_compiling(self) -> None:
         """Whoever still waits for a constraint is told to go elsewhere: the daemon is shutting down, and a compile can't be stopped."""
         compiler = self._compiler
-        compiling, self._compiling = self._compiling, {}
+        compiling, self._compiling, self.num_slots = self._compiling, {}, 0
         for request, ticket in compiling.items():
             assert compiler is not None, "it gave the ticket"
             compiler.cancel(ticket)
@@ -152,6 +161,7 @@ class Constraints:
 
     def check_invariants(self, requests: list[Request]) -> None:
         """Whoever waits for a constraint has a ticket."""
+        assert self.num_slots == sum(num_sequences(request.command) for request in self._compiling), "the places they want are miscounted"
         waiting = {request for request in requests if request.is_compiling}
         assert waiting == {request for request in self._compiling if not request.is_over}, (
             "a request waits for a constraint that nobody compiles"

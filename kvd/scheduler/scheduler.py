@@ -187,7 +187,7 @@ class Scheduler:
         if not num_waiting:
             return 0
         num_free = roster.max_running - roster.num_slots
-        return num_waiting - min(num_waiting, num_free * num_waiting // (roster.queue.num_slots + self._constraints.num_compiling))
+        return num_waiting - min(num_waiting, num_free * num_waiting // (roster.queue.num_slots + self._constraints.num_slots))
 
     def _make_room(self, command: Submit) -> RequestFailed | None:
         """In a full queue: one that waits gives up its place, or else the refusal."""

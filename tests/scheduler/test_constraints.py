@@ -287,6 +287,15 @@ def test_those_that_wait_count_as_waiting():
     world.finish_all()
 
 
+def test_those_that_wait_count_for_as_many_places_as_they_have_choices():
+    world = ConstraintWorld(max_waiting=2, max_running=4)
+    world.compiler.holds = True
+    ids = [world.submit(prompt(8, salt), WORDS, num_choices=4) for salt in range(4)]
+    assert [each for each in ids if each in world.ends] == ids[3:], "one for the places, two to wait"
+    world.compiler.finish()
+    world.finish_all()
+
+
 @pytest.mark.parametrize("how", ["abort", "abort_all", "fail_all", "deadline", "queue_timeout"])
 def test_it_can_end_while_its_constraint_is_compiled(how):
     world = ConstraintWorld()

@@ -27,5 +27,5 @@ def test_a_length_that_the_pool_sets_is_not_the_models():
         check_prompt(1000, 89, 1088, model_len=8192)
     with pytest.raises(RequestError, match=f"at least 2000 tokens; with one of output it exceeds {words}"):
         check_fewest(2000, max_tokens=None, max_model_len=1088, model_len=8192)
-    with pytest.raises(RequestError, match="exceeds 8192$"):
+    with pytest.raises(RequestError, match=r"exceeds 8192$"):
         check_prompt(9000, None, 8192)
