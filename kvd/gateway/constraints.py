@@ -85,7 +85,7 @@ def _response_format(value: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 def _structured(value: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
     for name, source in value.items():
-        if source is None or (name == "json_object" and source is False):
+        if source is None or (source is False and name not in _STRUCTURED):  # such as disable_any_whitespace, which asks for nothing then
             continue
         if source is False:
             raise ApiError(400, f"structured_outputs.{name} is false; leave it away for a free answer", param=f"structured_outputs.{name}")
