@@ -114,7 +114,7 @@ class SpeculativeConfig:
     """Tokens proposed before the model computes them, and verified in one pass."""
 
     speculation: str = key(
-        "auto",
+        "off",
         "How requests draft that don't say: `auto` (what followed the last tokens before, or else the draft model, wherever that is thought to pay), `ngram`, `draft` (one of these alone), `off`",
     )
     num_draft: int = key(8, "Tokens drafted for a sequence in a step, at most")

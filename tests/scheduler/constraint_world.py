@@ -192,7 +192,7 @@ class ConstraintWorld:
             max_model_len=max_model_len,
             shared_tile_tokens=block_size,
             constraint_compiler=self.compiler if constraints else None,
-            speculative=SpeculativeConfig() if speculative else None,
+            speculative=SpeculativeConfig(speculation="auto") if speculative else None,
         )
         self.max_in_flight = max_in_flight
         self.in_flight = deque()

@@ -249,7 +249,7 @@ def test_the_governor_holds_copies_back_while_requests_wait(tmp_path):
         world.tick()
     assert world.storage.stats()["checkpoint_copied_bytes"] == 0
     assert world.storage.status()["governor"] == "queue"
-    assert world.storage.idle_delay_s() > 0.1
+    world.until(lambda: world.storage.idle_delay_s() > 0.1)  # as soon as the planner has done what it had begun
     world.storage.set_queue_depth(2)
     world.until(lambda: world.storage.status()["blocks"] == 5)
     world.stop()
