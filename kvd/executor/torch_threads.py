@@ -7,14 +7,18 @@ from collections.abc import Callable
 
 import torch
 
+_one_at_a_time = threading.Lock()
+"""Else one thread takes another's number, which stands for a moment, for the process's, and leaves it behind."""
+
 
 def compute_here_with(num_threads: int) -> None:
     """Torch computes with ``num_threads`` for the thread that calls this; what other threads have, now and later, stays as it is."""
     elsewhere: list[int] = []
-    _beside(lambda: elsewhere.append(torch.get_num_threads()))
-    torch.get_num_threads()  # a thread's first use gives it the process's number, over what was set before
-    torch.set_num_threads(num_threads)
-    _beside(lambda: torch.set_num_threads(elsewhere[0]))
+    with _one_at_a_time:
+        _beside(lambda: elsewhere.append(torch.get_num_threads()))
+        torch.get_num_threads()  # a thread's first use gives it the process's number, over what was set before
+        torch.set_num_threads(num_threads)
+        _beside(lambda: torch.set_num_threads(elsewhere[0]))
 
 
 def _beside(work: Callable[[], None]) -> None:

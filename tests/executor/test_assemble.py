@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -18,6 +19,7 @@ from kvd.executor.head_start import HeadStart  # noqa: E402
 from kvd.executor.kernel_choice import why_torch  # noqa: E402
 from kvd.executor.kernels.cpu import native  # noqa: E402
 from kvd.executor.models.inspect import inspect_model  # noqa: E402
+from kvd.executor.torch_threads import compute_here_with  # noqa: E402
 from kvd.model_opening import open_engine  # noqa: E402
 from kvd.step import ContinuedRows, ExecutorOutput, SchedulerOutput, StartedRow  # noqa: E402
 from kvd.types import BlockId, SamplingParams, pack_tokens  # noqa: E402
@@ -87,3 +89,15 @@ def test_a_word_that_is_no_instruction_set_is_refused(monkeypatch):
         with pytest.raises(ConfigError, match="KVD_CPU_ISA=avx1024 in the environment: give one of portable, avx2, avx512"):
             why_torch(setting, None, torch.device("cpu"), torch.float32, 16)
     assert why_torch("torch", None, torch.device("cpu"), torch.float32, 16) == "kernels = torch"
+
+
+def test_threads_that_say_their_number_at_once_leave_the_process_its_own():
+    before = on_a_thread(torch.get_num_threads)
+    on_a_thread(lambda: torch.set_num_threads(3))
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            together = Barrier(8, timeout=30)
+            list(pool.map(lambda _: (together.wait(), compute_here_with(1)), range(8)))
+        assert on_a_thread(torch.get_num_threads) == 3
+    finally:
+        on_a_thread(lambda: torch.set_num_threads(before))

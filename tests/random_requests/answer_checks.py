@@ -12,7 +12,7 @@ from kvd_client.results import Completion
 from plain_answer import is_plain, plain_answer
 from request_drawing import Ask
 from request_rules import Facts, constraint_of, ends_of, is_held, meets, stop_ids_of
-from wire_crowd import BreachError, unset
+from wire_crowd import BreachError
 
 RETRYABLE = {
     Code.STARTING,
@@ -89,12 +89,9 @@ def _check_usage(ask: Ask, completion: Completion, prompt_ids: list[int] | None)
     need(usage.completion_tokens == sum(len(choice.token_ids) for choice in completion.choices), f"completion: {usage}", ask)
     if ask.options.get("prompt_logprobs") is not None:
         need(usage.cached_tokens == 0, f"scored, and cached: {usage}", ask)
-    drafted, accepted = unset(usage.drafted_tokens), unset(usage.accepted_tokens)
-    need((drafted is None) == (accepted is None), f"drafts: {usage}", ask)
-    if drafted is not None and accepted is not None:
-        need(0 <= accepted <= drafted, f"drafts: {usage}", ask)
-        may = ask.options.get("speculation") != "off" and "beam_width" not in ask.options
-        need(may and drafted > 0, f"drafts unasked for: {usage}", ask)
+    need(0 <= usage.accepted_tokens <= usage.drafted_tokens, f"drafts: {usage}", ask)
+    may_draft = ask.options.get("speculation", "off") != "off" and "beam_width" not in ask.options
+    need(may_draft or not usage.drafted_tokens, f"drafts unasked for: {usage}", ask)
 
 
 def _check_prompt(ask: Ask, completion: Completion, prompt_ids: list[int] | None, facts: Facts) -> None:

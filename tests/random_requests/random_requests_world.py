@@ -21,7 +21,7 @@ from request_drawing import ADAPTERS, Ask, Op
 from request_rules import Facts, ends_of, repeats
 from two_tenants import TwoTenants
 from typed_crowd import run_typed
-from wire_crowd import BreachError, Exchange, WireCrowd, unset
+from wire_crowd import BreachError, Exchange, WireCrowd
 
 SIZES = {"model.layers.0.self_attn.q_proj": (16, 16), "model.layers.0.self_attn.v_proj": (8, 16)}
 GONE = ("interrupted",)
@@ -182,8 +182,8 @@ class Pressed:
             return
         usage = completion.usage
         self.counts["tokens"] += usage.completion_tokens
-        self.counts["drafted"] += unset(usage.drafted_tokens) or 0
-        self.counts["accepted"] += unset(usage.accepted_tokens) or 0
+        self.counts["drafted"] += usage.drafted_tokens
+        self.counts["accepted"] += usage.accepted_tokens
         self.counts["cached"] += usage.cached_tokens
         if repeats(ask):
             self.alone.ask_again(ask, completion)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import zmq
 from kvd_client.calls import Answer
 from kvd_client.protocol import codec
@@ -363,8 +362,3 @@ class WireCrowd:
 def _may_be_asked_again(terminal: Finished | Failed) -> bool:
     """Whether its id may be sent again: what was refused is judged again, and what failed retryably is run again."""
     return isinstance(terminal, Failed)
-
-
-def unset(value: Any) -> Any:
-    """None where the daemon said nothing."""
-    return None if isinstance(value, msgspec.UnsetType) else value
