@@ -159,10 +159,13 @@ class _Planner:
             return True
         if not isinstance(layers, int | list):
             raise AdapterError(f"layers_to_transform is {layers!r:.80}; a number or a list of numbers is wanted")
-        patterns = config.get("layers_pattern")
-        patterns = [patterns] if isinstance(patterns, str) else patterns or ["[^.]*"]
+        patterns = config.get("layers_pattern") or ["[^.]*"]
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        if not isinstance(patterns, list) or not all(isinstance(each, str) for each in patterns):
+            raise AdapterError(f"layers_pattern is {patterns!r:.80}; a regular expression or a list of them is wanted")
         found = next((match for pattern in patterns if (match := self._match(rf".*\.{pattern}\.(\d+)\.", name, "layers_pattern"))), None)
-        return found is not None and int(found.group(1)) in ([layers] if isinstance(layers, int) else layers)
+        number = found and found.group(found.re.groups)  # the last group: a pattern may have some of its own
+        return number is not None and int(number) in ([layers] if isinstance(layers, int) else layers)
 
     def _module(self, name: str) -> AdaptedModule:
         place = self._modules[name]

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lora_directories import CONFIG, make_adapter, module_sizes
 
@@ -245,6 +245,11 @@ def test_any_header_is_read_or_refused(tmp_path_factory, header):
 
 
 @settings(max_examples=80, deadline=None)
+@example(changes={"layers_pattern": True, "layers_to_transform": []})
+@example(changes={"layers_pattern": 5, "layers_to_transform": [0]})
+@example(changes={"layers_pattern": [["layers"]], "layers_to_transform": 0})
+@example(changes={"layers_pattern": "(layers)", "layers_to_transform": [0]})
+@example(changes={"init_lora_weights": [], "lora_alpha": 10**400})
 @given(changes=st.dictionaries(st.sampled_from([*CONFIG, "layers_to_transform", "layers_pattern", "exclude_modules"]), JSON, max_size=3))
 def test_any_configuration_is_read_or_refused(tmp_path_factory, changes):
     directory = tmp_path_factory.mktemp("any")
