@@ -15,6 +15,7 @@ from kvd.cache.manager import CacheManager
 from kvd.commands import Submit
 from kvd.config import SpeculativeConfig
 from kvd.scheduler.drafter import NOBODY, Drafter
+from kvd.scheduler.ending import Endings
 from kvd.scheduler.plan import StepPlan
 from kvd.scheduler.ports import Clock
 from kvd.scheduler.request import Leaving, Request, Sequence
@@ -72,14 +73,16 @@ class Drafting:
         cache: CacheManager,
         roster: Roster,
         clock: Clock,
-        counters: Counter[str],
         *,
+        endings: Endings,
+        counters: Counter[str],
         has_model: bool,
     ) -> None:
         self._config = config
         self._cache = cache
         self._roster = roster
         self._clock = clock
+        self._endings = endings
         self._counters = counters
         self.has_model = has_model
         """Whether the executor has a draft model."""
@@ -105,19 +108,22 @@ class Drafting:
 
     # ------------------------------------------------------------------------------------------ before a step
 
-    def prepare(self) -> None:
-        """A step is about to be planned: see who is to wait for its tokens, so that it can draft."""
+    def prepare(self) -> bool:
+        """A step is about to be planned: see who is to wait for its tokens, so that it can draft; whether there is one more who does, and has some in flight."""
         running = self._roster.running
         self._planned = []
+        if not self._endings.num_speculating and not self._drafting:
+            return False
         self._is_crowded = len(running) > _MOST_ROWS
         in_flight = {sequence for flight in self._flights.values() for sequence, _, _ in flight.drafts}
         for sequence in [each for each in self._drafting if (self._is_crowded or each not in running) and each not in in_flight]:
             self._go_ahead(sequence)  # with drafts in flight it would run ahead of tokens that are perhaps not kept
         if self._is_crowded:
-            return
+            return False
         self._num_positions = sum(1 for each in running if each.row >= 0 and each.num_computed >= each.num_planned)
         self._expected = float(self._num_positions)
         left = _INDEX_TOKENS_PER_STEP
+        has_new = False
         for sequence in running:
             drafter = sequence.drafter
             if drafter is NOBODY or sequence.row < 0 or sequence.num_computed < sequence.num_planned:
@@ -129,6 +135,8 @@ class Drafting:
                 sequence.is_stepwise = True
                 self._drafting[sequence] = None
                 drafter.num_idle = 0
+                has_new = has_new or sequence.num_known < sequence.num_total
+        return has_new
 
     def _take_on(self, sequence: Sequence) -> Drafter:
         request = sequence.request
@@ -173,6 +181,7 @@ class Drafting:
         sequence.last_step = plan.step
         request.credit -= num_tokens
         plan.budget -= num_tokens
+        plan.awaits_ids = True
         return True
 
     def _choose(self, plan: StepPlan, sequence: Sequence, drafter: Drafter) -> Draft | None:

@@ -18,6 +18,8 @@ class Endings:
 
     def __init__(self, roster: Roster, clock: Clock, counters: Counter[str]) -> None:
         self.requests: dict[bytes, Request] = {}
+        self.num_speculating = 0
+        """Live requests that may draft."""
         self._roster = roster
         self._clock = clock
         self._counters = counters
@@ -41,6 +43,7 @@ class Endings:
         if not self.requests:
             self._retry.note_busy(self._clock.monotonic())
         self.requests[request.request_id] = request
+        self.num_speculating += request.speculation.mode != "off"
 
     def tell_prompt(self, request: Request, first_position: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
         self._events.append(PromptLogprobsOut(request.request_id, first_position, logprobs))
@@ -120,4 +123,5 @@ class Endings:
         request.is_over = True
         request.constraint = None
         del self.requests[request.request_id]
+        self.num_speculating -= request.speculation.mode != "off"
         self._roster.forget(request)

@@ -15,7 +15,7 @@ class StepPlan:
     """Collects one step's rows and what is left of its token budget."""
 
     __slots__ = (
-        "block_ids", "block_offsets", "budget", "constrained", "copies", "copying", "fills", "given", "masks", "num_draft", "num_tokens", "rows", "started", "step",
+        "awaits_ids", "block_ids", "block_offsets", "budget", "constrained", "copies", "copying", "fills", "given", "masks", "num_draft", "num_tokens", "rows", "started", "step",
     )  # fmt: skip
 
     def __init__(self, step: int, budget_tokens: int) -> None:
@@ -37,6 +37,8 @@ class StepPlan:
         self.masks: TokenMasks | None = None
         self.constrained: list[tuple[Sequence, Collection[int]]] = []
         """Sequences whose samples need masks, each with the tokens drafted for it."""
+        self.awaits_ids = False
+        """Whether a stepwise sequence samples in it, and can't be in a step that is planned before this one's samples are known."""
 
     @property
     def is_empty(self) -> bool:

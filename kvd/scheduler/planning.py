@@ -62,8 +62,6 @@ class Planner:
         plan = StepPlan(step, self._config.max_tokens_per_step)
         self._has_preempted = False
         drafting = self._drafting
-        if drafting is not None:
-            drafting.prepare()
         forks, stepwise, chunks, background = self._run_decodes(plan)
         for sequence in forks:
             self._run_chunk(plan, sequence)
@@ -191,6 +189,8 @@ class Planner:
         sequence.last_step = plan.step
         plan.budget -= num_tokens
         if samples:
+            if sequence.is_stepwise:
+                plan.awaits_ids = True
             if sequence.constraint is not None:
                 plan.mask(sequence)
             sequence.num_total += 1

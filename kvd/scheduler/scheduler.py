@@ -69,13 +69,17 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._drafting: Drafting | None = None
         if speculative is not None:
-            self._drafting = Drafting(speculative, cache, self._roster, clock, self._counters, has_model=has_draft_model)
+            self._drafting = Drafting(
+                speculative, cache, self._roster, clock, endings=self._endings, counters=self._counters, has_model=has_draft_model
+            )
         self._planner = Planner(
             config, cache, clock, self._roster, self._loads, drafting=self._drafting, endings=self._endings, counters=self._counters
         )
         self._constraints = Constraints(constraint_compiler, self._endings, self._enter)
         self._outcomes = Outcomes(cache, self._roster, self._endings, self._constraints, self._counters)
         self._in_flight: deque[tuple[SchedulerOutput, list[Node]]] = deque()
+        self._awaits_ids = False
+        """Whether nothing more is planned until the newest step in flight is collected."""
         self._step = 0
         self._arrival = 0
 
@@ -294,7 +298,12 @@ class Scheduler:
     # ----------------------------------------------------------------------------------------------- schedule
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step, or None if nothing can run now. It is in flight until ``update`` or ``fail_step``."""
+        """The next step, or None if nothing can run now. It is in flight until ``update`` or ``fail_step``.
+
+        Where a stepwise sequence waits for ids in flight, all wait with it: a step without it would take as long for fewer rows, and it would be in every other one only.
+        """
+        if self._awaits_ids or (self._drafting is not None and self._drafting.prepare() and self._in_flight):
+            return None
         roster = self._roster
         roster.update_shares()
         plan = self._planner.plan(self._step + 1)
@@ -307,6 +316,7 @@ class Scheduler:
         step = plan.output(roster.released_rows, roster.shared_runs())
         roster.released_rows.clear()
         self._in_flight.append((step, plan.fills))
+        self._awaits_ids = plan.awaits_ids
         return step
 
     # ------------------------------------------------------------------------------------------------- update
@@ -345,6 +355,7 @@ class Scheduler:
         oldest, fills = self._in_flight.popleft()
         assert oldest is step, "steps are collected in order"
         self._roster.collected_step = step.step
+        self._awaits_ids = self._awaits_ids and bool(self._in_flight)
         return fills
 
     def _settle(self) -> list[Event]:

@@ -78,6 +78,19 @@ def test_beams_run_beside_each_other_and_beside_plain_rows(block_size, max_in_fl
         check(world, request_id, prompt, beam, **options)
 
 
+def test_beams_are_in_every_step_beside_plain_rows_that_go_a_step_ahead():
+    world = World(max_in_flight=2)
+    for number in range(3):
+        world.submit(text(number, 9), max_tokens=40, stop_token_ids=())
+    request_id = submit(world, text(4, 9), BeamSearch(2, early_stopping=False), max_tokens=12, stop_ids=())
+    sizes = []
+    while request_id not in world.terminal:
+        step = world.round()
+        if step is not None:
+            sizes.append(len(step.started) + len(step.continued.rows))
+    assert sizes[1:12] == [5] * 11
+
+
 def test_nothing_is_told_before_the_end_and_no_credit_is_needed():
     world = World()
     prompt, beam = text(1, 6), BeamSearch(3)

@@ -48,6 +48,20 @@ def test_plain_rows_beside_it_say_what_they_say_alone():
     assert world.heard(plain) == lone.heard(alone)
 
 
+def test_it_is_in_every_step_beside_plain_rows_that_go_a_step_ahead():
+    world = ConstraintWorld(max_in_flight=2, speculative=False)
+    for salt in range(3):
+        world.submit(prompt(5, salt), max_tokens=40, stop=())
+    request = world.submit(prompt(5, 9), LONG, max_tokens=12)
+    steps = []
+    while not world.heard(request)[1]:
+        steps.append(world.round())
+    planned = [step for step in steps if step is not None]
+    planned = planned[next(number for number, step in enumerate(planned) if step.masks is not None) :]
+    assert all(step.masks is not None for step in planned[:12])
+    assert all(len(step.continued.rows) == 4 for step in planned[1:12])
+
+
 def test_a_text_that_is_cut_off_ends_with_length():
     world = ConstraintWorld()
     request = world.submit(prompt(5), LONG, max_tokens=4)

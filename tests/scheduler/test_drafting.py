@@ -167,6 +167,32 @@ def test_drafting_stops_where_positions_cost_and_others_run():
     assert drafted < 0.3 * free.terminal(free_id).usage.drafted_tokens
 
 
+def test_who_drafts_is_in_every_step_beside_others_who_go_a_step_ahead():
+    sim = Timed(vocab=1, max_in_flight=2)
+    drafting = sim.submit([0] * 12, max_tokens=60, speculation=Speculation("ngram"))
+    plain = [sim.submit([0] * (3 + number), max_tokens=90, speculation=Speculation("off")) for number in range(3)]
+    sim.run()
+    assert sim.terminal(drafting).usage.accepted_tokens > 20
+    drafts = [number for number, step in enumerate(sim.steps) if step.continued.num_draft]
+    assert len(drafts) > 8
+    assert all(len(step.continued.rows) == 4 for step in sim.steps[drafts[0] : drafts[-1] + 1])
+    assert {sim.code(request_id) for request_id in plain} == {"done"}
+
+
+def test_where_nobody_may_draft_nobody_is_looked_at():
+    sim = Timed(max_in_flight=2)
+    for number in range(4):
+        sim.submit(PROMPT[number:], max_tokens=30, speculation=Speculation("off"))
+    sim.round()
+    running = sim.scheduler._roster.running
+    sim.run()
+    assert all(sequence.drafter is None for sequence in running)
+    drafting = sim.submit(PROMPT, max_tokens=30)
+    sim.run()
+    assert sim.terminal(drafting).usage.drafted_tokens > 0
+    assert sim.scheduler._endings.num_speculating == 0
+
+
 def test_a_sequence_that_stops_drafting_goes_a_step_ahead_again():
     sim = Timed(seconds_of=lambda positions: positions, max_in_flight=2)
     sim.submit(PROMPT, max_tokens=150)
