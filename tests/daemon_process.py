@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -87,6 +88,15 @@ class DaemonProcess:
         """SIGKILL, as a crash or the kernel's memory killer would."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """It stands still: what is sent to it meanwhile, by clients that are connected, it finds all at once. Not for an edge in a process of its own."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def terminate(self, timeout_s: float = 60.0) -> int:
         """SIGTERM; the exit code."""

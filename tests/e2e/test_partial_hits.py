@@ -18,6 +18,7 @@ KINDS = {
     "native": {"kernels": "native", "kv_memory": "4MiB"},
     "native-int8": {"kernels": "native", "kv_dtype": "int8", "kv_memory": "4MiB"},
 }
+MOST_TURNS = 20
 GREEDY = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
 
 
@@ -71,17 +72,20 @@ def test_choices_beams_and_preemption_over_a_beginning(kind, model):
     """A pool so small that requests lose their blocks and come back."""
     size = {"kv_memory": "10KiB"} if kind == "fake" else {"kv_memory": "320KiB", "dtype": "float32", "max_model_len": 160}
     with opened(kind, model, **size) as llm:
-        stem = prompts_of(2, 1)[0][:41]
-        llm.generate([[*stem, 5, 6, 7, 8, 9, 10, 11, 12]], **GREEDY)
         options = [{"n": 3, "seed": 3, "temperature": 0.7}, {"beam_width": 2}, {"n": 2, "seed": 4, "temperature": 0.9}]
         asked = [{**GREEDY, **each, "max_tokens": 40} for each in options]
-        answers = llm.generate([[*stem, number] for number in range(20, 23)], asked, progress=False)
-        for number, answer in enumerate(answers):
-            reference = llm.generate([[*stem, 20 + number]], {**asked[number], "cache_salt": f"{number}"})[0]
-            assert [choice.token_ids for choice in answer.choices] == [choice.token_ids for choice in reference.choices]
-            assert answer.usage.cached_tokens == 41
-        stats = llm.client.stats()
-        assert stats["scheduler"]["preemptions"] > 0, stats["scheduler"]
+        for turn in range(MOST_TURNS):  # until they have run beside each other
+            stem = prompts_of(2 + turn, 1)[0][:41]
+            llm.generate([[*stem, 5, 6, 7, 8, 9, 10, 11, 12]], **GREEDY)
+            answers = llm.generate([[*stem, number] for number in range(20, 23)], asked, progress=False)
+            for number, answer in enumerate(answers):
+                reference = llm.generate([[*stem, 20 + number]], {**asked[number], "cache_salt": f"{turn}.{number}"})[0]
+                assert [choice.token_ids for choice in answer.choices] == [choice.token_ids for choice in reference.choices]
+                assert answer.usage.cached_tokens == 41
+            if llm.client.stats()["scheduler"]["preemptions"]:
+                break
+        else:
+            pytest.fail(f"nobody was preempted in {MOST_TURNS} turns: {llm.client.stats()['scheduler']}")
         assert llm.client.status()["blocks"]["used"] == 0
 
 
