@@ -130,7 +130,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, adapters: Path) -> None:
             with pytest.raises(errors.NotFound, match="no adapter is loaded"):
                 client.unload_adapter("poet")
             make_adapter(adapters / "judge", SIZES, seed=7)
-            with client.generate(PROMPT, max_tokens=100, ignore_eos=True, adapter="poet", stream=True) as running:
+            with client.generate(PROMPT, max_tokens=500, ignore_eos=True, adapter="poet", stream=True) as running:
                 next(running)
                 with pytest.raises(errors.AdapterCapacity) as refused:
                     client.load_adapter("judge")

@@ -106,7 +106,7 @@ def test_two_hundred_requests_that_share_fork_and_abort_leave_the_pool_whole(dae
         list(pool.map(ask, range(200)))
         assert not wrong
         settled = threading.Event()
-        for _ in range(100):
+        for _ in range(1200):
             status = client.status()
             if status["requests"] == {"running": 0, "waiting": 0, "stalled": 0} and status["blocks"]["used"] == 0:
                 settled.set()

@@ -184,21 +184,21 @@ def test_a_stop_waits_for_no_compile(tmp_path: Path) -> None:
     def ask(number: int) -> None:
         with Client(daemon.endpoint, wait_until_ready=False) as client:
             try:
-                client.generate("x", lark="start: " + '("a" | "b")* ' * (8000 + number), max_tokens=2)
+                client.generate("x", lark="start: " + '("a" | "b")* ' * (16_000 + number), max_tokens=2)
             except errors.KvdError as error:
                 failures.append(error)
 
-    with DaemonProcess(tmp_path) as daemon:
-        daemon.wait_ready()
+    with DaemonProcess(tmp_path, "--constraint-timeout-s", "600") as daemon:
+        started_in_s = daemon.wait_ready()
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
         for thread in threads:
             thread.start()
         with daemon.client() as client:
-            while sum(client.stats()["scheduler"][name] for name in ("compiling", "constraints_refused")) < 8:
+            while client.stats()["scheduler"]["compiling"] < 8:
                 time.sleep(0.01)
         began_s = time.monotonic()
         assert daemon.terminate() == 0
-        assert time.monotonic() - began_s < 5.0, "eight compiles take longer than a second and what an end takes"
+        assert time.monotonic() - began_s < max(5.0, 2 * started_in_s), "one compile takes far longer, on any machine"
         for thread in threads:
             thread.join()
     assert len(failures) == 8
