@@ -200,7 +200,7 @@ class World:
     def wait_for(self, op_id: bytes):
         return self.until(lambda: self.inbox.find(op_id))
 
-    def until(self, condition, timeout_s: float = 10.0):
+    def until(self, condition, timeout_s: float = 60.0):
         """Go on stepping until ``condition`` holds; its value."""
         end = time.monotonic() + timeout_s
         while not (value := condition()):

@@ -11,6 +11,7 @@ from storage_harness import BLOCK_TOKENS, ROW_BYTES, World, chain_of, crash, pro
 from kvd.cache.events import BlockStored
 from kvd.commands import LoadDone
 from kvd.observe import failpoints
+from kvd.storage import cold_tier
 
 pytestmark = pytest.mark.store
 
@@ -160,12 +161,16 @@ def test_bytes_that_expired_since_the_look_up_are_a_miss_and_no_damage(tmp_path,
     world.stop()
 
 
-def test_a_generation_that_is_set_aside_meanwhile_fails_the_load(tmp_path, arm):
+def test_a_generation_that_is_set_aside_meanwhile_fails_the_load(tmp_path, arm, monkeypatch):
     world = cold_world(tmp_path)
-    arm("cold.before_read=sleep:0.5,store.before_commit=raise")
+    world.storage._running.store._retry_s = 1000.0  # nothing takes its place as long as this lasts
+    may_read = threading.Event()
+    monkeypatch.setattr(cold_tier, "failpoint_translated", lambda _: may_read.wait(60))
+    arm("store.before_commit=raise")
     targets = begin(world)
     world.ask(prompt(1, 33))
     world.until(lambda: world.storage.status()["degraded"])
+    may_read.set()
     assert end(world, targets) == LoadDone(1, 0, "no_store")
     assert list(world.storage.cold_tier.lookup(world.namespace, world.namespace.root, blocks_of(PROMPT))) == []
     assert world.ask(PROMPT) == 0
@@ -187,7 +192,7 @@ def test_a_store_is_not_closed_under_its_reader(tmp_path, arm):
             assert reader.get("target", chain_of(PROMPT, world.namespace)[0]) is not None
         with thread.reading() as nothing:
             assert nothing is None, "nobody comes to read it any more"
-    assert closed.wait(10)
+    assert closed.wait(60)
     world.stop(clean=False)
 
 
@@ -208,7 +213,7 @@ def world_until_read(world: World) -> None:
     """Until the reader has done its part, with nothing handed over yet."""
     tier = world.storage.cold_tier
     end_of_wait = threading.Event()
-    for _ in range(1000):
+    for _ in range(12_000):
         if any(batch.is_last for batch in list(tier._batches)):
             return
         end_of_wait.wait(0.005)
