@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from kvd_client import AsyncClient, errors
+from kvd_client.aio import AsyncStream
 from kvd_client.protocol import codec
 from kvd_client.protocol.messages import (
     Abort,
@@ -29,7 +30,7 @@ from kvd_client.protocol.messages import (
     Unpin,
 )
 from kvd_client.results import ForgetResult, pack_tokens
-from scripted_daemon import Answer, ScriptedDaemon, echo, finished, mute, tokens, wait_until
+from scripted_daemon import WAIT_S, Answer, ScriptedDaemon, echo, finished, mute, tokens, wait_until
 
 pytestmark = pytest.mark.socket
 
@@ -84,8 +85,14 @@ def test_a_batch_is_what_has_come_and_nothing_is_lost(endpoint: str) -> None:
                 yield finished(message.request_id, 4)
 
     async def test(client: AsyncClient) -> None:
+        async def has_come(stream: AsyncStream, num_deliveries: int) -> None:
+            end = asyncio.get_running_loop().time() + WAIT_S
+            while stream._deliveries.qsize() < num_deliveries:
+                assert asyncio.get_running_loop().time() < end
+                await asyncio.sleep(0.01)
+
         stream = await client.generate("x", stream=True)
-        await asyncio.sleep(0.2)
+        await has_come(stream, 3)
         batches = []
         while batch := await stream.batch():
             batches.append(batch)
@@ -94,7 +101,7 @@ def test_a_batch_is_what_has_come_and_nothing_is_lost(endpoint: str) -> None:
         assert stream.completion.token_ids == (1, 2, 3, 4)
         assert await stream.batch() == []
         failing = await client.generate("fail", stream=True)
-        await asyncio.sleep(0.2)
+        await has_come(failing, 3)
         assert [token for chunk in await failing.batch() for token in chunk.token_ids] == [1, 2, 3, 4]
         with pytest.raises(errors.InternalError):
             await failing.batch()
@@ -190,8 +197,9 @@ def test_cancelling_the_task_aborts_the_request(endpoint: str, stream: bool) -> 
 
 def test_wait_for_aborts_the_request(endpoint: str) -> None:
     async def test(client: AsyncClient) -> None:
+        await client.wait_ready()  # else it might be over before it was sent, and there were nothing to abort
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(client.generate("x"), 0.2)
+            await asyncio.wait_for(client.generate("x"), 1.0)
         await in_thread(daemon.wait_for_kind, Abort)
 
     with ScriptedDaemon(endpoint, mute) as daemon:

@@ -84,19 +84,19 @@ MANY = [1] * 5000
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda client: client.generate("x", banned_token_ids=[1] * 4097, timeout_s=5),
-        lambda client: client.generate("x", logit_bias=dict.fromkeys(range(4097), 1.0), timeout_s=5),
-        lambda client: client.generate("x", allowed_token_ids=MANY, timeout_s=5),
-        lambda client: client.generate("x", stop_token_ids=MANY, timeout_s=5),
-        lambda client: client.generate("x", stop=["x"] * 5000, timeout_s=5),
-        lambda client: client.generate("x", bad_words=["x"] * 5000, timeout_s=5),
-        lambda client: client.generate("x", stream=True, bad_words=["x"] * 5000, timeout_s=5),
-        lambda client: client.chat([{"role": "user", "content": "x"}], template_args={"a": MANY}, timeout_s=5),
-        lambda client: client.chat([{"role": "user", "content": "x"}], template_args={"a": {1: 2}}, timeout_s=5),
-        lambda client: client.pin("p", "x", template_args={"a": MANY}, timeout_s=5),
-        lambda client: client.tokenize(messages=[{"role": "user", "content": "x"}], template_args={"a": MANY}, timeout_s=5),
-        lambda client: client.unpin("x" * 70_000, timeout_s=5),
-        lambda client: client.unpin("\ud800", timeout_s=5),
+        lambda client: client.generate("x", banned_token_ids=[1] * 4097, timeout_s=30),
+        lambda client: client.generate("x", logit_bias=dict.fromkeys(range(4097), 1.0), timeout_s=30),
+        lambda client: client.generate("x", allowed_token_ids=MANY, timeout_s=30),
+        lambda client: client.generate("x", stop_token_ids=MANY, timeout_s=30),
+        lambda client: client.generate("x", stop=["x"] * 5000, timeout_s=30),
+        lambda client: client.generate("x", bad_words=["x"] * 5000, timeout_s=30),
+        lambda client: client.generate("x", stream=True, bad_words=["x"] * 5000, timeout_s=30),
+        lambda client: client.chat([{"role": "user", "content": "x"}], template_args={"a": MANY}, timeout_s=30),
+        lambda client: client.chat([{"role": "user", "content": "x"}], template_args={"a": {1: 2}}, timeout_s=30),
+        lambda client: client.pin("p", "x", template_args={"a": MANY}, timeout_s=30),
+        lambda client: client.tokenize(messages=[{"role": "user", "content": "x"}], template_args={"a": MANY}, timeout_s=30),
+        lambda client: client.unpin("x" * 70_000, timeout_s=30),
+        lambda client: client.unpin("\ud800", timeout_s=30),
     ],
 )
 def test_what_the_daemon_could_not_read_is_refused_at_once(endpoint: str, client: Client, ask: Callable[[Client], Any]) -> None:
@@ -108,7 +108,7 @@ def test_what_the_daemon_could_not_read_is_refused_at_once(endpoint: str, client
 
 def test_what_the_daemon_could_not_read_is_refused_at_once_asynchronously(endpoint: str) -> None:
     async def ask() -> None:
-        async with AsyncClient(endpoint, timeout_s=5) as client:
+        async with AsyncClient(endpoint, timeout_s=30) as client:
             with pytest.raises(errors.BadRequest, match="banned_token_ids has an array of 5000 items"):
                 await client.generate("x", banned_token_ids=MANY)
             with pytest.raises(errors.BadRequest, match="template_args has"):

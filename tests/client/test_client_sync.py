@@ -298,7 +298,7 @@ def test_whoever_stops_reading_aborts(endpoint: str, how: str) -> None:
 
     with ScriptedDaemon(endpoint, begin) as daemon:
         client = Client(endpoint)
-        stream = client.generate("a", stream=True, timeout_s=0.3 if how == "timeout" else 20.0)
+        stream = client.generate("a", stream=True, timeout_s=1.5 if how == "timeout" else 20.0)
         next(stream)
         if how == "close":
             stream.close()

@@ -181,11 +181,11 @@ def launching():
     yield runner, executor
     for each in runner.launched:
         each.finish.set()
-    assert executor.close(10)
+    assert executor.close(60)
 
 
 def wait_for(condition):
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.001)

@@ -54,7 +54,7 @@ def greedy(prompt: str, num_tokens: int) -> str:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -306,7 +306,7 @@ def test_a_body_without_an_end_in_sight_is_cut(gateway: GatewayProcess):
 def test_a_client_that_goes_away_takes_its_request_along(gateway: GatewayProcess, daemon: DaemonProcess):
     stream = gateway.openai().completions.create(model="small", prompt="x", max_tokens=60000, stream=True, extra_body={"ignore_eos": True})
     next(stream)
-    assert num_open(daemon) == 1
+    wait_for(lambda: num_open(daemon) == 1)  # others of before may be about to end
     stream.close()
     wait_for(lambda: num_open(daemon) == 0)
     with socket.create_connection(("127.0.0.1", gateway.port)) as raw:

@@ -39,7 +39,7 @@ def why_impossible() -> str:
     return probe.stderr.strip()
 
 
-def wait_for(condition: Callable[[], bool], what: str | Callable[[], str], timeout_s: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str | Callable[[], str], timeout_s: float = 90.0) -> None:
     """Poll until ``condition`` holds; AssertionError with ``what`` if it does not within ``timeout_s``."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -43,7 +43,7 @@ class Running:
         self.client = RawClient(self.frontend.endpoints[0])
 
     def wait_until_served(self):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             self.client.send(Generate(request_id=os.urandom(16), input="text", max_tokens=1), b"x")
             message, _ = self.client.receive(20)
@@ -80,7 +80,7 @@ def start(tmp_path):
         each.stop()
 
 
-def eventually(condition, timeout_s=15.0):
+def eventually(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
