@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from soak import soak
 from soak_plan import plan_client, plan_life
 
 pytestmark = [pytest.mark.e2e, pytest.mark.socket, pytest.mark.store]
+
+MOST_TURNS = 5
 
 
 def test_the_same_seed_gives_the_same_plan() -> None:
@@ -20,8 +23,14 @@ def test_the_same_seed_gives_the_same_plan() -> None:
 
 
 def test_twenty_seconds_of_random_deaths(tmp_path: Path) -> None:
-    counts = soak(tmp_path, seed=4, kills=100, seconds=20)
-    print(counts)
-    assert counts["wrong_tokens"] == counts["lost_pins"] == 0
-    assert counts["kills"] >= 3
-    assert counts["tokens_checked"] > 100
+    total: Counter[str] = Counter()
+    for turn in range(MOST_TURNS):  # on a busy machine a life takes long, and twenty seconds are few of them
+        (root := tmp_path / f"{turn}").mkdir()
+        counts = soak(root, seed=4 + turn, kills=100, seconds=20)
+        print(counts)
+        assert counts["wrong_tokens"] == counts["lost_pins"] == 0
+        total.update(counts)
+        if total["kills"] >= 3 and total["tokens_checked"] > 100:
+            break
+    assert total["kills"] >= 3
+    assert total["tokens_checked"] > 100

@@ -29,7 +29,7 @@ KEPT = "What is pinned before a kill is there after it, whoever asks for what me
 _MOST_TOLD = 8
 STREAMED_EVERY = 4
 STREAM_S = 60.0
-QUIET_S = 20.0
+QUIET_S = 60.0
 """Until nothing of what is over is held any more."""
 
 

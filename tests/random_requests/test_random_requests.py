@@ -18,6 +18,7 @@ from request_rules import Facts
 pytestmark = [pytest.mark.e2e, pytest.mark.socket, pytest.mark.store, pytest.mark.grammar]
 
 CROWD = 40
+MOST_MORE = 20
 SMALL_POOL = ("--kv-memory", "24KiB", "--max-model-len", "256", "--max-running", "10", "--max-choices", "4", "--max-tokens-per-step", "48")
 FACTS = Facts(num_blocks=48, max_model_len=256, vocab_size=257, eos=(256,))
 THREAD = (*SMALL_POOL, "--max-adapters", "2")
@@ -29,8 +30,6 @@ PROCESS = (
     "6",
     "--max-adapters",
     "1",
-    "--stall-timeout-s",
-    "2",
     "--cold-tier",
     "always",
 )
@@ -75,6 +74,17 @@ def press(pressed: Pressed, crowds_seed: int, num_crowds: int, how: Callable[...
     assert pressed.counts["requests"] >= num_crowds * CROWD
 
 
+def press_until(pressed: Pressed, crowds_seed: int, num_crowds: int, **more_than: int) -> None:
+    """That many crowds, and others until each of the counts is more than that: how much meets what is the machine's affair."""
+    press(pressed, crowds_seed, num_crowds)
+    for number in range(MOST_MORE):
+        if all(pressed.counts[name] > least for name, least in more_than.items()):
+            return
+        press(pressed, 1000 * crowds_seed + number, 3)
+    few = {name: pressed.counts[name] for name, least in more_than.items() if pressed.counts[name] <= least}
+    assert not few, f"{few}; wanted are more than {more_than}"
+
+
 def drawn(crowds_seed: int, num_crowds: int = 2) -> list:
     """Crowds as data, the simplest one left out."""
     found = []
@@ -95,11 +105,7 @@ def press_and_kill(pressed: Pressed, crowd: list) -> None:
 
 def test_in_a_small_pool(tmp_path: Path, adapters: Path, alone: Alone) -> None:
     with Pressed(tmp_path / "kvd", FACTS, adapters, *THREAD, alone=alone) as pressed:
-        press(pressed, 1, 14)
-        assert pressed.counts["repeated"] > 200
-        assert pressed.counts["preemptions"] > 10
-        assert pressed.counts["partial_hit_tokens"] > 100
-        assert pressed.counts["accepted"] > 20
+        press_until(pressed, 1, 14, repeated=200, preemptions=10, partial_hit_tokens=100, accepted=20)
         for crowd in drawn(4):
             pressed.leave(crowd)
         pressed.check_quiet()
@@ -108,9 +114,7 @@ def test_in_a_small_pool(tmp_path: Path, adapters: Path, alone: Alone) -> None:
 
 def test_with_a_short_queue_and_the_edge_in_a_process_of_its_own(tmp_path: Path, adapters: Path, alone: Alone) -> None:
     with Pressed(tmp_path / "kvd", PROCESS_FACTS, adapters, *PROCESS, alone=alone, with_tenants=True) as pressed:
-        press(pressed, 2, 8)
-        assert pressed.counts["repeated"] > 50
-        assert pressed.counts["ended overloaded"] > 10
+        press_until(pressed, 2, 8, **{"repeated": 50, "ended overloaded": 10})
         pressed.drain(drawn(5)[0])
 
 
