@@ -44,7 +44,7 @@ class World:
 
     def close(self):
         self.store.close()
-        assert self.executor.close(10)
+        assert self.executor.close(60)
 
 
 @pytest.fixture

@@ -240,7 +240,7 @@ def test_it_serves_behind_the_executors_thread_once_warm():
     tickets = [executor.submit(each) for each in steps]
     reference = make_torch_runner()
     assert [columns(executor.collect(ticket)) for ticket in tickets] == [columns(reference.execute(each)) for each in steps]
-    assert executor.close(10)
+    assert executor.close(60)
 
 
 def test_warming_up_takes_the_ways_that_serve():

@@ -399,7 +399,7 @@ def test_while_a_thread_hangs_on_its_disk_the_state_directory_stays_locked(tmp_p
     world.storage.close(clean=False)
     with pytest.raises(StateLockedError):
         StateLock(tmp_path)
-    assert store.stop(10)
+    assert store.stop(60)
     world.storage._lock.release()
 
 

@@ -58,7 +58,7 @@ def write(state_dir: Path, *names: str, remove: tuple[str, ...] = ()) -> list:
             pass
     for name in remove:
         store.remove(b"rm-" + name.encode(), name)
-    assert store.close(10)
+    assert store.close(60)
     return inbox.commands
 
 
@@ -116,7 +116,7 @@ def test_one_damaged_file_costs_no_pin_and_brings_none_back(tmp_path, damage, wh
     store = RecipeStore(tmp_path, inbox=Inbox(), log=log)
     assert list(store.recipes()) == ["a", "b"]
     assert store.fault == ""
-    assert store.close(10)
+    assert store.close(60)
     if damage == "missing":
         assert (log.errors, store.notes) == ([], ())
     else:
@@ -193,7 +193,7 @@ def test_a_failed_write_is_reported_and_leaves_what_was_durable(tmp_path, monkey
     assert (list(found.value), found.is_settled) == (["a"], True)
     assert store.fault.startswith("eio: the disk fails")
     store.put(b"c", recipe("c"))
-    assert store.close(10)
+    assert store.close(60)
     assert inbox.commands[1].error == ""
     assert store.fault == ""
     assert list(read_recipes(tmp_path).value) == ["a", "c"]
@@ -235,7 +235,7 @@ def test_a_disk_that_takes_no_recipes_is_reported_once_and_once_when_it_does_aga
         assert time.monotonic() < end
         time.sleep(0.001)
     assert log.events == ["recipes.failed", "recipes.resumed"]
-    assert store.close(10)
+    assert store.close(60)
     assert read_recipes(tmp_path).value == {}
 
 
@@ -244,7 +244,7 @@ def test_a_pin_that_would_make_the_recipes_too_large_is_refused_and_smaller_ones
     store = RecipeStore(tmp_path, inbox=inbox, log=Log(), max_bytes=6000)
     for name, num_tokens in (("a", 800), ("large", 1200), ("b", 200), ("a", 900), ("a", 700)):
         store.put(f"{name}{num_tokens}".encode(), recipe(name, token_ids=bytes(4 * num_tokens)))
-    assert store.close(10)
+    assert store.close(60)
     errors = {command.op_id: command.error for command in inbox.commands}
     assert "store_max_bytes leaves them 6000" in errors.pop(b"large1200")
     assert set(errors.values()) == {""}
@@ -254,7 +254,7 @@ def test_a_pin_that_would_make_the_recipes_too_large_is_refused_and_smaller_ones
     store = RecipeStore(tmp_path, inbox=inbox, log=Log(), max_bytes=100)
     store.put(b"smaller", recipe("a", token_ids=bytes(2400)))
     store.put(b"another", recipe("c", token_ids=bytes(64)))
-    assert store.close(10)
+    assert store.close(60)
     assert not inbox.find(b"smaller").error
     assert inbox.find(b"another").error
     assert sorted(read_recipes(tmp_path).value) == ["a", "b"]
@@ -280,7 +280,7 @@ def test_a_file_that_can_not_be_restored_at_a_start_is_restored_later(tmp_path, 
     while store.fault:
         assert time.monotonic() < end
         time.sleep(0.001)
-    assert store.close(10)
+    assert store.close(60)
     found = read_recipes(tmp_path)
     assert (list(found.value), found.is_settled) == (["a", "b"], True)
 
@@ -311,7 +311,7 @@ def test_what_can_not_be_kept_fails_its_own_change_alone(tmp_path, monkeypatch, 
     store.put(b"a", recipe("a"))
     store.put(b"bad", recipe("bad", **bad))
     store.put(b"b", recipe("b", messages=[{"role": "system", "tool": nested(50)}]))
-    assert store.close(10)
+    assert store.close(60)
     errors = {command.op_id: command.error for command in inbox.commands}
     assert errors.pop(b"bad")
     assert errors == {b"a": "", b"b": ""}
@@ -348,7 +348,7 @@ def test_changes_that_wait_share_one_write_and_show_at_once(tmp_path, monkeypatc
     for index in range(20):
         store.put(b"%d" % index, recipe(f"r{index}"))
     assert len(store.recipes()) == 20
-    assert store.close(10)
+    assert store.close(60)
     assert len(inbox.commands) == 20
     assert store.generation < 5
     assert len(read_recipes(tmp_path).value) == 20
@@ -378,7 +378,7 @@ def test_salts_as_0_1_0_kept_them_become_those_that_requests_have(tmp_path):
         store = RecipeStore(tmp_path, inbox=Inbox(), log=Log())
         assert {name: each.tenant_salt for name, each in store.recipes().items()} == expected
         generation = store.generation
-        assert store.close(10)
+        assert store.close(60)
         found = read_recipes(tmp_path)
         assert {name: each.tenant_salt for name, each in found.value.items()} == expected, "durable before anything is served"
         assert found.is_settled
@@ -391,9 +391,9 @@ def test_of_tenants_pins_the_salts_stay(tmp_path):
     kept = {"acme/a": tenant_salt("acme", b""), "acme/b": tenant_salt("acme", b"night"), "c": tenant_salt("", b"night"), "d": b""}
     for name, salt in kept.items():
         store.put(name.encode(), recipe(name, tenant_salt=salt))
-    assert store.close(10)
+    assert store.close(60)
     generation = read_recipes(tmp_path).highest
     store = RecipeStore(tmp_path, inbox=inbox, log=Log())
     assert {name: each.tenant_salt for name, each in store.recipes().items()} == kept
-    assert store.close(10)
+    assert store.close(60)
     assert read_recipes(tmp_path).highest == generation, "nothing was written"

@@ -50,7 +50,7 @@ def test_a_change_is_read_without_a_sync_and_the_state_before_stands(tmp_path):
     assert book.change("a", remove=False) == ""
     assert list_recipe_files(tmp_path) == []
     assert set(read_recipes(tmp_path).value) == {"a"}  # as after SIGKILL
-    assert book.close(10)
+    assert book.close(60)
     assert len(list_recipe_files(tmp_path)) == 2
     assert not unsynced(tmp_path).exists()
     book = Book(tmp_path)
@@ -59,7 +59,7 @@ def test_a_change_is_read_without_a_sync_and_the_state_before_stands(tmp_path):
     assert book.change("a", remove=True) == ""
     assert list_recipe_files(tmp_path) == before
     assert set(read_recipes(tmp_path).value) == {"b"}
-    assert book.close(10)
+    assert book.close(60)
     assert set(read_recipes(tmp_path).value) == {"b"}
 
 
@@ -69,7 +69,7 @@ def test_a_change_waits_for_no_sync(tmp_path, monkeypatch):
     assert book.change("a") == ""
     assert book.change("a", remove=True) == ""
     monkeypatch.undo()
-    assert book.close(10)
+    assert book.close(60)
     assert read_recipes(tmp_path).value == {}
 
 
@@ -78,7 +78,7 @@ def test_changes_are_synced_in_time(tmp_path):
     assert book.change("a") == ""
     until(lambda: len(list_recipe_files(tmp_path)) == 2)
     until(lambda: not unsynced(tmp_path).exists())
-    assert book.close(10)
+    assert book.close(60)
 
 
 def test_a_removal_that_must_last_is_synced_at_once(tmp_path):
@@ -87,7 +87,7 @@ def test_a_removal_that_must_last_is_synced_at_once(tmp_path):
     assert book.change("a", remove=True, must_sync=True) == ""
     assert len(list_recipe_files(tmp_path)) == 2
     assert not unsynced(tmp_path).exists()
-    assert book.close(10)
+    assert book.close(60)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", "cut", "zeros"])
@@ -162,7 +162,7 @@ def test_while_syncs_fail_nothing_is_acknowledged_unsynced(tmp_path, monkeypatch
     monkeypatch.undo()
     assert book.change("c") == ""
     assert not book.fault
-    assert book.close(10)
+    assert book.close(60)
     assert set(read_recipes(tmp_path).value) == {"a", "b", "c"}
 
 
@@ -174,11 +174,11 @@ def test_a_file_that_never_got_its_name_goes_at_a_start_and_with_the_next_change
     left.write_bytes(b"the text of a pin")
     assert book.forget(lambda _: False) == ""
     assert not left.exists()
-    assert book.close(10)
+    assert book.close(60)
     left.write_bytes(b"the text of a pin")
     book = Book(tmp_path)
     assert not left.exists()
-    assert book.close(10)
+    assert book.close(60)
 
 
 def test_an_unsynced_file_that_could_not_be_written_leaves_nothing(tmp_path, monkeypatch):
@@ -192,4 +192,4 @@ def test_an_unsynced_file_that_could_not_be_written_leaves_nothing(tmp_path, mon
     assert "enospc" in book.change("b")
     monkeypatch.undo()
     assert [path.name for path in (tmp_path / "recipes").iterdir() if path.name.startswith(".")] == []
-    assert book.close(10)
+    assert book.close(60)

@@ -276,7 +276,7 @@ def test_a_group_of_records_has_its_new_tenants_keys_in_one_write(tmp_path, key_
     for number in range(20):
         world.ask(prompt(number, 17), Namespace(FINGERPRINT, b"salt %d" % number))
     world.until(lambda: world.storage._running.wal.last_lsn == 20)
-    assert world.storage._running.wal.flush(10)
+    assert world.storage._running.wal.flush(60)
     assert len(world.storage.keys.tenants()) == 20
     assert key_files(state).files()[0][0] == before + 2
     world.stop()

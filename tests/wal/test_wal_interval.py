@@ -54,7 +54,7 @@ def test_records_are_written_at_once_and_read_without_a_sync(wal, tmp_path, sync
     found, report = repair(wal, tmp_path / "quarantine")  # as after SIGKILL
     assert found == list(enumerate(records, 1))
     assert report.damage == []
-    assert writer.close(10)
+    assert writer.close(60)
     assert (writer.durable_lsn, syncs["count"]) == (40, 1)
 
 
@@ -64,7 +64,7 @@ def test_what_was_written_is_synced_in_time(wal, syncs):
         writer.append(some_records(1)[0])
         until(lambda number=round_number: writer.durable_lsn == number)
     assert syncs["count"] == 3
-    assert writer.close(10)
+    assert writer.close(60)
 
 
 def test_a_flush_syncs_at_once(wal, syncs):
@@ -73,7 +73,7 @@ def test_a_flush_syncs_at_once(wal, syncs):
     assert writer.flush(TIMEOUT_S)
     assert syncs["count"] == 1
     assert writer.flush(TIMEOUT_S)
-    assert writer.close(10)
+    assert writer.close(60)
     assert syncs["count"] == 1
 
 
@@ -86,7 +86,7 @@ def test_a_segment_is_synced_before_the_next_one_begins(wal, tmp_path):
     assert 0 < writer.durable_lsn < 60
     found, report = repair(wal, tmp_path / "quarantine")
     assert (found, report.damage) == (list(enumerate(records, 1)), [])
-    assert writer.close(10)
+    assert writer.close(60)
 
 
 def test_a_full_queue_does_not_wait_for_the_time(wal):
@@ -94,7 +94,7 @@ def test_a_full_queue_does_not_wait_for_the_time(wal):
     for record in some_records(51):
         writer.append(record)
     until(lambda: writer.durable_lsn == 51)
-    assert writer.close(10)
+    assert writer.close(60)
 
 
 def test_after_a_failed_sync_all_that_was_not_synced_is_written_anew(wal, tmp_path, syncs, monkeypatch):
@@ -113,6 +113,6 @@ def test_after_a_failed_sync_all_that_was_not_synced_is_written_anew(wal, tmp_pa
     syncs["fails"] = False
     assert writer.flush(TIMEOUT_S)
     assert not writer.fault
-    assert writer.close(10)
+    assert writer.close(60)
     found, report = repair(wal, tmp_path / "quarantine")
     assert (found, report.damage) == (list(enumerate(records, 1)), [])
