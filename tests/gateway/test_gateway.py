@@ -355,7 +355,7 @@ def test_without_a_daemon_and_through_its_restart(tmp_path):
     with GatewayProcess(tmp_path, endpoint) as gateway:
         reply = gateway.get("/health")
         assert (reply.status, reply.headers["retry-after"]) == (503, "1")
-        with DaemonProcess(tmp_path) as daemon:
+        with DaemonProcess(tmp_path, "--fake-step-ms", "2") as daemon:  # so that the answer is not over when it is killed
             gateway.wait_ready()
             client = gateway.openai()
             model = next(iter(client.models.list())).id
