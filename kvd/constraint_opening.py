@@ -49,8 +49,8 @@ def vocabulary_of(text: TextModel, vocab_size: int) -> Vocabulary:
     )
 
 
-def prepare_beside(compiler: GrammarCompiler | None, log: Any) -> StartThread[None]:
-    """Index the vocabulary on a thread of the start. Where that fails the daemon serves all the same: whoever wants a constraint is told why there is none."""
+def preparation(compiler: GrammarCompiler | None, log: Any) -> StartThread[None]:
+    """Indexes the vocabulary beside the start. Where that fails the daemon serves all the same: whoever wants a constraint is told why there is none."""
 
     def prepare() -> None:
         if compiler is None:
@@ -60,6 +60,4 @@ def prepare_beside(compiler: GrammarCompiler | None, log: Any) -> StartThread[No
         except (GrammarError, TextError, OSError) as error:
             log.warning("no_constraints", reason=str(error))
 
-    thread = StartThread("kvd-vocabulary", prepare)
-    thread.start()
-    return thread
+    return StartThread("kvd-vocabulary", prepare)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import structlog
 
@@ -18,7 +20,7 @@ from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager, eviction_policy
 from kvd.commands import Hello, Recipe, Snapshot, Stopped
 from kvd.config import ConfigError, DaemonConfig
-from kvd.constraint_opening import open_constraints, prepare_beside
+from kvd.constraint_opening import open_constraints, preparation
 from kvd.engine.adapters import Adapters
 from kvd.engine.clock import SystemClock
 from kvd.engine.loading import Loading, StartThread
@@ -50,10 +52,12 @@ EXIT_OK = 0
 EXIT_SOFTWARE = 70
 
 _FRONTEND_STOP_S = 5.0
-_REHYDRATION_STOP_S = 2.0
-"""How long a stop waits for the batch of blocks that is under way: it ends there, and the store is then closed behind it."""
+_STORE_STOP_S = 2.0
+"""How long a stop waits for the log that is replayed or the batch of blocks that is under way: the start ends there, and the store is then closed behind it."""
 _MIN_FLUSH_S = 2.0
 """How long clients may take to read what they are owed, or what is left of the drain if that is more."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class _Restored:
 
 
 class StopDuringStart(BaseException):
-    """A signal or the edge's end before the engine loop ran; not an Exception, so that no boundary on the way swallows it."""
+    """A stop or the edge's end was seen before the engine loop ran; not an Exception, so that no boundary on the way swallows it."""
 
 
 class Daemon:
@@ -90,43 +94,38 @@ class Daemon:
             started_monotonic_s=self._clock.monotonic(),
         )
         self._loop: EngineLoop | None = None
-        self._loading: Loading | None = None
-        self._rehydrating: StartThread[_Restored] | None = None
-        self._preparing: StartThread[None] | None = None
+        self._engine: OpenEngine | None = None
+        self._threads: list[StartThread[Any]] = []
+        self._opening_store: StartThread[None] | None = None
+        self._restoring: StartThread[StartWork] | None = None
         self._grammar: GrammarCompiler | None = None
         self._adapter_store: AdapterStore | None = None
         self._head_start = HeadStart()
         self._progress = StartProgress(self._manager.progress, lambda: self._publish(State.REHYDRATING), self._clock)
         self._num_stops = 0
-        self._may_interrupt = False
         self._failure = ""
 
     @property
     def is_loading(self) -> bool:
         """Whether a thread that loads runs, even after ``run``: then the process must not end in the interpreter's own way."""
-        threads = (self._loading, self._rehydrating, self._preparing, self._grammar)
-        return self._head_start.is_running or any(thread is not None and thread.is_running for thread in threads)
+        threads = (*self._threads, self._grammar)
+        # what a thread began is asked last: it may just have ended
+        return any(thread is not None and thread.is_running for thread in threads) or self._head_start.is_running
 
     def run(self) -> int:
         """From the start to the end; the exit code (docs/operations.md, "Exit codes")."""
         frontend: Frontend | None = None
         storage: Storage | None = None
-        engine: OpenEngine | None = None
         clean = False
         try:
             self._facts.startup["imports"] = round(process_age_s(), 3)
             with state_dir_errors(self._config.storage.state_dir):
                 storage = Storage.lock(self._config.storage, clock=self._clock)
-            self._allow_interrupts()
-            spec = describe_model(self._config.model)
-            self._head_start = begin_opening(self._config, spec)
-            self._may_interrupt = False  # an edge that is half started could not be ended
+            spec = self._beside(StartThread("kvd-describing", self._begin_opening))
             started = self._clock.monotonic()
             frontend = self._start_frontend()
             self._facts.startup["edge"] = self._since(started)
-            self._allow_interrupts()
-            engine = self._open_engine(storage, spec)
-            self._allow_interrupts()  # one that a library's import has swallowed; weights may take long
+            engine = self._beside(StartThread("kvd-opening", partial(self._open, storage, spec)))
             end = self._serve(storage, engine)
             if end is LoopEnd.ENGINE_ERROR:
                 storage.mark_engine_error()
@@ -134,31 +133,31 @@ class Daemon:
                 self._manager.on_last_checkpoint(self._config.engine.drain_timeout_s)
                 storage.shutdown_checkpoint(self._clock.monotonic() + self._config.engine.drain_timeout_s)
                 clean = True
-        except BaseException as error:
-            if not self._is_stopped_start(error):
-                raise
+        except BaseException:
+            if self._loop is not None or not self._is_ending:
+                raise  # else a stop or the edge has ended the start: a terminal's Ctrl-C ends the edge's process too, which then fails
             self._manager.on_state(State.DRAINING, "stopped during the start")
             if not self._failure:
                 self._log.info("stopped_during_start")
                 clean = True
         finally:
-            self._may_interrupt = False
             flush_s = max(_MIN_FLUSH_S, self._loop.drain_left_s if self._loop is not None else 0.0)
             self._outbox.put([Stopped(flush_s)])
             if frontend is not None:
                 frontend.stop(flush_s + _FRONTEND_STOP_S)
-            if self._head_start.weights is not None:
-                self._head_start.weights.discard()
-            if self._rehydrating is not None:
-                self._rehydrating.wait(_REHYDRATION_STOP_S)  # left behind if its disk hangs: it goes with the process
+            self._head_start.discard()
+            # left behind if the disk hangs: it goes with the process
+            is_opening = self._opening_store is not None and not self._opening_store.wait(_STORE_STOP_S)
+            if self._restoring is not None:
+                self._restoring.wait(_STORE_STOP_S)
             if self._grammar is not None:
                 self._grammar.close()
             if self._adapter_store is not None:
                 self._adapter_store.close()
-            if engine is not None:
-                engine.executor.close(_FRONTEND_STOP_S)
+            if self._engine is not None:
+                self._engine.executor.close(_FRONTEND_STOP_S)
             if storage is not None:
-                storage.close(clean=clean)
+                storage.close(clean=clean, is_opening=is_opening)
         self._log.info("stopped", clean=clean)
         if self._failure and not clean:
             self._load_text()  # if the model is what the edge failed for, that is what to say
@@ -171,6 +170,28 @@ class Daemon:
             self._loop.request_drain()
 
     # -------------------------------------------------------------------------------- start
+
+    def _beside(self, thread: StartThread[T]) -> T:
+        """What the thread's work returns. Whatever that is in, a stop or the edge's end ends the start at once, and leaves it behind."""
+        self._begin(thread)
+        return thread.finish(self._end_if_stopped)
+
+    def _begin(self, thread: StartThread[Any]) -> None:
+        self._threads.append(thread)
+        thread.start()
+
+    def _begin_opening(self) -> ModelSpec | None:
+        spec = describe_model(self._config.model)
+        self._head_start = begin_opening(self._config, spec)
+        if self._is_ending:  # nobody waits for this thread any more
+            self._head_start.discard()
+        return spec
+
+    def _open(self, storage: Storage, spec: ModelSpec | None) -> OpenEngine:
+        self._engine = self._open_engine(storage, spec)
+        if self._is_ending:  # nobody waits for this thread any more
+            self._engine.executor.close()
+        return self._engine
 
     def _start_frontend(self) -> Frontend:
         config = self._config
@@ -226,20 +247,12 @@ class Daemon:
             max_pinned_fraction=config.cache.max_pinned_fraction,
             policy=eviction_policy(config.cache.eviction_policy, engine.num_blocks, config.cache.block_size_tokens),
         )
-        started = self._clock.monotonic()
-        with state_dir_errors(self._config.storage.state_dir):
-            storage.open(
-                namespace_fingerprint=engine.fingerprint,
-                groups=engine.executor.groups(),
-                inbox=self._inbox,
-                leases=cache,
-                block_io=engine.executor,
-                block_size_tokens=config.cache.block_size_tokens,
-            )
-        self._facts.startup["store_open"] = self._since(started)
+        self._opening_store = StartThread("kvd-store-opening", partial(self._open_store, storage, engine, cache))
+        self._beside(self._opening_store)
         self._adapter_store = open_adapters(config.adapters, engine.adapters, engine.executor, self._inbox)
         self._grammar = open_constraints(config, engine.vocab_size, self._text.load, self._inbox, self._clock.monotonic)
-        work = self._rehydrate(storage, engine, cache)
+        self._restoring = StartThread("kvd-restoring", partial(self._restore, storage, engine, cache))
+        work = self._beside(self._restoring)
         fingerprint = engine.fingerprint
         # A sequence that fills the whole pool is the longest that can ever run.
         max_model_len = min(engine.max_model_len, engine.num_blocks * config.cache.block_size_tokens)
@@ -309,30 +322,35 @@ class Daemon:
             on_state=lambda state: self._on_state(state, storage),
             on_served=storage.mark_served,
         )
-        if self._num_stops or self._failure:  # one that came since the rehydration
+        if self._is_ending:  # since it was last looked at
             self._loop.request_drain()
         self._before_loop()
         return self._loop.run(work)
 
-    def _rehydrate(self, storage: Storage, engine: OpenEngine, cache: CacheManager) -> StartWork:
-        """Weights and blocks side by side; then the warm-up. What is left of the start is the loop's.
-
-        Other threads work with the same locks from here on, so a signal is looked for, between two waits, and interrupts nothing.
-        """
-        config = self._config
-        self._may_interrupt = False
-        self._end_if_stopped()
+    def _open_store(self, storage: Storage, engine: OpenEngine, cache: CacheManager) -> None:
         started = self._clock.monotonic()
-        loading = self._loading = Loading(engine.load, self._on_weights)
-        loading.start()
-        preparing = self._preparing = prepare_beside(self._grammar, self._log)
+        with state_dir_errors(self._config.storage.state_dir):
+            storage.open(
+                namespace_fingerprint=engine.fingerprint,
+                groups=engine.executor.groups(),
+                inbox=self._inbox,
+                leases=cache,
+                block_io=engine.executor,
+                block_size_tokens=self._config.cache.block_size_tokens,
+            )
+        self._facts.startup["store_open"] = self._since(started)
+
+    def _restore(self, storage: Storage, engine: OpenEngine, cache: CacheManager) -> StartWork:
+        """Weights and blocks side by side; then the warm-up. What is left of the start is the loop's."""
+        config = self._config
+        started = self._clock.monotonic()
+        loading = Loading(engine.load, self._on_weights)
+        self._begin(loading)
+        preparing = preparation(self._grammar, self._log)
+        self._begin(preparing)
         self._publish(State.REHYDRATING)
         deadline_s = started + config.storage.rehydrate_timeout_s
-        rehydrating = self._rehydrating = StartThread(
-            "kvd-rehydration", lambda: self._bring_back(storage, engine, cache, started, deadline_s)
-        )
-        rehydrating.start()
-        restored = rehydrating.finish(self._end_if_stopped)
+        restored = self._bring_back(storage, engine, cache, started, deadline_s)
         waited = self._clock.monotonic()
         loading.finish(self._end_if_stopped)
         preparing.finish(self._end_if_stopped)
@@ -354,7 +372,7 @@ class Daemon:
         self._progress.on_weights(text)
 
     def _bring_back(self, storage: Storage, engine: OpenEngine, cache: CacheManager, started: float, deadline_s: float) -> _Restored:
-        """On a thread of its own, which ends at the next report of progress when the start is to end."""
+        """Ends at the next report of progress when the start is to end."""
         bar = Progress("rehydrating")
 
         def progress(done: int, total: int) -> None:
@@ -397,31 +415,23 @@ class Daemon:
     def _since(self, started_s: float) -> float:
         return round(self._clock.monotonic() - started_s, 3)
 
-    def _is_stopped_start(self, error: BaseException) -> bool:
-        """Whether a stop or the edge ended the start, be it that a library made an error of its own of the interruption."""
-        return isinstance(error, StopDuringStart) or (self._loop is None and (self._num_stops > 0 or bool(self._failure)))
-
-    def _allow_interrupts(self) -> None:
-        """From here to the rehydration a signal ends the start wherever it is: what must be undone is known."""
-        self._may_interrupt = True
-        self._end_if_stopped()
+    @property
+    def _is_ending(self) -> bool:
+        """Whether a stop was asked for, or the edge has failed."""
+        return self._num_stops > 0 or bool(self._failure)
 
     def _end_if_stopped(self) -> None:
-        if self._num_stops or self._failure:
+        if self._is_ending:
             raise StopDuringStart
 
     def _on_frontend_failure(self, message: str) -> None:
         """On one of the edge's threads: without an edge nobody can be served, so end."""
         self._failure = message
         self._log.error("frontend_failed", error=message)
-        self._end_soon()
+        if self._loop is not None:
+            self._loop.request_drain()
 
     # -------------------------------------------------------------------------------- what the process may do besides
 
     def _before_loop(self) -> None:
         """Everything is loaded."""
-
-    def _end_soon(self) -> None:
-        """The edge has failed, on another thread than ``run``'s."""
-        if self._loop is not None:
-            self._loop.request_drain()

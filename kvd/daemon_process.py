@@ -9,15 +9,15 @@ import os
 import resource
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Mapping
 from types import FrameType, MappingProxyType
+from typing import NoReturn
 
 import structlog
 
 from kvd.config import ConfigError, DaemonConfig
-from kvd.daemon import EXIT_SOFTWARE, Daemon, StopDuringStart
+from kvd.daemon import EXIT_SOFTWARE, Daemon
 from kvd.executor.models.spec import ModelError
 from kvd.observe.notify import Notifier
 from kvd.storage.errors import (
@@ -61,13 +61,21 @@ def run(config: DaemonConfig) -> int:
         if daemon.is_loading:
             if isinstance(error, ConfigError):
                 sys.stderr.write(f"kvd: {error}\n")
-                os._exit(EXIT_CONFIG)
+                _leave(EXIT_CONFIG)
             traceback.print_exc()
-            os._exit(EXIT_SOFTWARE)
+            _leave(EXIT_SOFTWARE)
         raise
     if daemon.is_loading:
-        os._exit(code)  # a thread inside torch would abort the interpreter's own way out
+        _leave(code)
     return code
+
+
+def _leave(code: int) -> NoReturn:
+    """A thread inside torch would abort the interpreter's own way out."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _raise_descriptor_limit() -> None:
@@ -98,7 +106,6 @@ class ProcessDaemon(Daemon):
         faulthandler.enable()  # the watchdog's SIGABRT then says what each thread was doing
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._on_signal)
-        signal.signal(signal.SIGUSR1, self._on_frontend_end)
         return super().run()
 
     def _before_loop(self) -> None:
@@ -109,20 +116,7 @@ class ProcessDaemon(Daemon):
         gc.enable()
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        """Notes it, no more: what it interrupts may hold a lock, or be a callback of C++, which ends the process over an exception."""
         if self._num_stops:
             os._exit(128 + signum)
         self.request_stop()
-        if self._loop is None and self._may_interrupt:
-            raise StopDuringStart
-
-    def _end_soon(self) -> None:
-        """Without an edge the process is to be restarted. The signal interrupts what the start waits for."""
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-
-    def _on_frontend_end(self, _signum: int, _frame: FrameType | None) -> None:
-        if not self._failure:
-            return  # somebody else's signal
-        if self._loop is not None:
-            self._loop.request_drain()
-        elif self._may_interrupt:
-            raise StopDuringStart

@@ -243,7 +243,7 @@ class _ProcessFrontend:
         finally:
             self._channel.close()
             for thread in self._threads:
-                thread.join(_CHILD_END_S)  # a start that a signal has interrupted may have left a lock held that it waits for
+                thread.join()
         return True
 
     def _set_up(self, setup: _Setup) -> _Bound:

@@ -75,16 +75,17 @@ def command(config_file: Path | None, print_config: bool, **flags: object) -> in
     config = loaded.config
     end_at_once()
     gc.disable()  # imports make hundreds of thousands of objects that stay; the daemon turns it on again when its loop begins
-    from kvd.daemon_process import run
-    from kvd.observe import logging
-
-    raise_again()
-    observe = config.observe
-    logging.configure(level=observe.log_level, log_format=observe.log_format, log_prompts=observe.log_prompts)
     try:
+        from kvd.daemon_process import run
+        from kvd.observe import logging
+
+        observe = config.observe
+        logging.configure(level=observe.log_level, log_format=observe.log_format, log_prompts=observe.log_prompts)
         return run(config)
     except ConfigError as error:
         raise _with_origin(error, loaded.origins) from error
+    finally:
+        raise_again()
 
 
 def _with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:

@@ -1,4 +1,4 @@
-"""What the start does on threads of their own: the weights, and beside them the rehydration."""
+"""What the start does on threads of their own: nearly all that takes long."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 class StartThread(threading.Thread, Generic[T]):
-    """Runs ``work``. The main thread waits, and nothing else: a signal's exception, raised wherever that thread is, could leave a lock held that another
-    thread needs (a ``Condition``'s, the import lock), and both would wait for ever.
+    """Runs ``work``. The main thread waits, and looks now and then whether the start is to end. A signal's exception, raised wherever that thread is, could
+    leave a lock held that another thread needs (a ``Condition``'s, the import lock), or strike in a callback of C++, which ends the process over it.
     """
 
     def __init__(self, name: str, work: Callable[[], T]) -> None:

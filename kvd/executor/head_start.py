@@ -121,6 +121,11 @@ class HeadStart:
         """Whether a thread of it runs: then the process must not end in the interpreter's own way."""
         return (self.weights is not None and self.weights.is_loading) or (self.memory is not None and self.memory.is_touching)
 
+    def discard(self) -> None:
+        """Nobody will take the weights any more."""
+        if self.weights is not None:
+            self.weights.discard()
+
 
 def begin(path: Path, spec: ModelSpec, model: ModelConfig, cache: CacheConfig, *, num_threads: int) -> HeadStart:
     """Begin what will most likely be needed. Never fails: what is wrong is found and said where it is decided."""

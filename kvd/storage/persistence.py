@@ -437,11 +437,15 @@ class Storage:
             running.copy_out.poll()
         return not running.planner.degraded_reason
 
-    def close(self, *, clean: bool) -> None:
+    def close(self, *, clean: bool, is_opening: bool = False) -> None:
         """End the threads and let go of the state directory. While one still hangs on its disk the lock stays: it goes with the process.
 
         ``clean`` says that the daemon ended as it should, so that its start was a good one; if not, the start counts neither as good nor as one that died.
+        ``is_opening``: another thread is still inside ``open``, under which nothing else is touched.
         """
+        if is_opening:
+            self._verdict.end(clean=clean)
+            return
         is_over = self._forgetting is None or self._forgetting.stop(_STOP_S)
         running = self._running
         if running is not None:

@@ -14,6 +14,7 @@ import pytest
 from daemon_process import DaemonProcess
 from fake_oracle import expected_tokens
 from kvd_client import Client, errors
+from struck import struck_at
 
 pytestmark = [pytest.mark.e2e, pytest.mark.socket, pytest.mark.store]
 
@@ -117,41 +118,29 @@ def test_stopped_while_rehydrating(tmp_path: Path, place: str) -> None:
     assert_intact(tmp_path)
 
 
-SIGNAL_AT_A_LOCK = """
-import os, signal, sys, threading
-
-passed = 0
-
-def profile(frame, event, _arg):
-    global passed
-    if event == "c_return" and frame.f_code is threading.Condition.__enter__.__code__:
-        caller = frame.f_back
-        while caller is not None and caller.f_code.co_name != "_rehydrate":
-            caller = caller.f_back
-        if caller is not None:
-            passed += 1
-            if passed == int(os.environ["SIGNAL_AT"]):
-                sys.setprofile(None)
-                signal.raise_signal(signal.SIGTERM)
-
-sys.setprofile(profile)
-"""
-"""The main thread's Nth taking of a condition's lock while it rehydrates: an exception just then would leave the lock held."""
-
-
 def test_stopped_just_when_a_lock_is_taken(tmp_path: Path) -> None:
     """Whatever the main thread was doing: no thread is left waiting for a lock that the way out would wait for in turn."""
     prepare(tmp_path, bytes_too=True)
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(SIGNAL_AT_A_LOCK)
-    for nth in range(1, 8):
+    for nth_lock in (2, 4, 5, 7, 9, 11):
         # The rehydration is slow enough for the main thread to take that many, and the stop need not wait for it.
-        env = {"KVD_FAILPOINTS": "rehydrate.before_read=sleep:1.5", "PYTHONPATH": str(tmp_path / "hook"), "SIGNAL_AT": str(nth)}
+        env = {"KVD_FAILPOINTS": "rehydrate.before_read=sleep:1.0", **struck_at(tmp_path, nth_lock)}
         with DaemonProcess(tmp_path, env=env) as process:
-            assert process.wait_dead(PROMPT_S) == 0, nth
+            assert process.wait_dead(PROMPT_S) == 0, nth_lock
             assert "stopped_during_start" in process.log()
         assert not (tmp_path / "state" / "starting").exists()
     assert_intact(tmp_path)
+
+
+def test_a_second_signal_ends_a_start_at_once(tmp_path: Path) -> None:
+    """The first one waits a little for the disk."""
+    prepare(tmp_path, bytes_too=True)
+    with DaemonProcess(tmp_path, env={"KVD_FAILPOINTS": "rehydrate.before_read=sleep:60"}) as process:
+        with process.client() as client:
+            wait_until(lambda: client.ping().state == "rehydrating")
+        process.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "stopped_during_start" in process.log())
+        process.process.send_signal(signal.SIGTERM)
+        assert process.wait_dead(PROMPT_S) == 128 + signal.SIGTERM
 
 
 def test_stopped_while_computing_pins(tmp_path: Path) -> None:
