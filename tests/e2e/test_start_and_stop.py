@@ -118,6 +118,17 @@ def test_stopped_while_rehydrating(tmp_path: Path, place: str) -> None:
     assert_intact(tmp_path)
 
 
+def test_stopped_while_the_store_is_opened(tmp_path: Path) -> None:
+    """Its disk hangs: the thread inside is left behind, with nothing closed under it."""
+    with DaemonProcess(tmp_path, env={"KVD_FAILPOINTS": "store.create.before_rename=sleep:60"}) as process:
+        wait_until(lambda: '"kernels"' in process.log())
+        assert process.terminate(PROMPT_S) == 0
+        assert "stopped_during_start" in process.log()
+    assert not (tmp_path / "state" / "starting").exists()
+    prepare(tmp_path, bytes_too=True)
+    assert_intact(tmp_path)
+
+
 def test_stopped_just_when_a_lock_is_taken(tmp_path: Path) -> None:
     """Whatever the main thread was doing: no thread is left waiting for a lock that the way out would wait for in turn."""
     prepare(tmp_path, bytes_too=True)
