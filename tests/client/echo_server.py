@@ -123,7 +123,7 @@ class EchoServer:
         """End as after a drain."""
         self._end()
         self._outbox.put([Stopped()])
-        assert self._server.join(15)
+        assert self._server.join(60)
 
     def _end(self) -> None:
         self._stop.set()

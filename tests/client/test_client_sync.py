@@ -249,7 +249,7 @@ def test_a_daemon_that_stops_answering_gets_a_new_connection_with_the_old_identi
 
     with (
         Deaf(endpoint, echo, ROUTER_HANDOVER=1) as daemon,
-        Client(endpoint, timeout_s=20.0, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.1) as client,
+        Client(endpoint, timeout_s=20.0, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.5) as client,
     ):
         client.generate("a")
         num_hellos = len(daemon.wait_for_kind(Hello))
@@ -347,7 +347,7 @@ def test_ctrl_c_aborts(endpoint: str) -> None:
         process = subprocess.Popen([sys.executable, "-c", program, endpoint], stderr=subprocess.PIPE, text=True)
         (asked,) = daemon.wait_for_kind(Generate)
         process.send_signal(2)
-        _, trace = process.communicate(timeout=20)
+        _, trace = process.communicate(timeout=60)
         assert daemon.wait_for_kind(Abort) == [Abort(request_id=asked.request_id)]
     assert trace.rstrip().endswith("KeyboardInterrupt")
 
@@ -355,7 +355,7 @@ def test_ctrl_c_aborts(endpoint: str) -> None:
 def test_a_client_that_nobody_closed_does_not_keep_the_process(endpoint: str) -> None:
     program = "import sys; from kvd_client import Client; c = Client(sys.argv[1]); print(c.generate('a').text)"
     with ScriptedDaemon(endpoint, echo):
-        done = subprocess.run([sys.executable, "-c", program, endpoint], capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run([sys.executable, "-c", program, endpoint], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == (" t97.\n", "")
 
 
@@ -382,7 +382,7 @@ def test_a_forked_child_is_refused_instead_of_hanging(endpoint: str) -> None:
         "if os.fork() == 0:\n    try:\n        client.status()\n    except errors.ClientClosed:\n        os._exit(7)\n    os._exit(1)\n"
         "print(os.waitstatus_to_exitcode(os.wait()[1]))\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program, endpoint], capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program, endpoint], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "7\n"
 
 
@@ -391,11 +391,11 @@ def test_closing_leaves_no_thread_and_no_descriptor(endpoint: str) -> None:
         with Client(endpoint) as client:
             client.generate("a")
         threads, descriptors = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
-        for _ in range(3):
+        for _ in range(10):  # more than what the first one's end, or an earlier test's, may have left to be closed when it was counted
             with Client(endpoint) as client:
                 client.generate("a")
-        wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) == descriptors)
-        assert threading.active_count() == threads
+        wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= descriptors)
+        wait_until(lambda: threading.active_count() <= threads)
 
 
 # ----------------------------------------------------------------------------------------------------- endpoints, keys

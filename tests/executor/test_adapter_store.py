@@ -38,7 +38,7 @@ class World:
 
     def read(self, name, read_id=7):
         self.store.read(read_id, name)
-        of, result = self.reads.get(timeout=10)
+        of, result = self.reads.get(timeout=60)
         assert of == read_id
         return result
 
@@ -104,5 +104,5 @@ def test_what_goes_wrong_is_told(world, tmp_path, monkeypatch, capsys):
 def test_names_and_digests(world, tmp_path):
     make_adapter(tmp_path / "clerk", SIZES, seed=1)
     world.store.list_names(b"op")
-    assert world.names.get(timeout=10) == (b"op", ["clerk", "poet"], "")
+    assert world.names.get(timeout=60) == (b"op", ["clerk", "poet"], "")
     assert world.store.digest_of("poet") == world.read("poet").digest != world.store.digest_of("clerk")

@@ -216,7 +216,7 @@ def test_a_copy_is_done_when_the_device_is(launching):
     wait_for(lambda: runner.launched)
     assert not ticket.done()
     threading.Timer(0.01, runner.launched[0].finish.set).start()
-    assert ticket.wait(10)
+    assert ticket.wait(60)
     assert ticket.error is None
     assert bytes(memory) == b"five"
 

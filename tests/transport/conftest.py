@@ -50,7 +50,7 @@ def start_server(tmp_path: Path, failures: list[str]) -> Iterator[Callable[..., 
             if not self.is_ended:
                 self.is_ended = True
                 self.engine.stop()
-                assert self.server.join(15), "the server did not end"
+                assert self.server.join(60), "the server did not end"
 
     running: list[Running] = []
 

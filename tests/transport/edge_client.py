@@ -27,12 +27,12 @@ class RawClient:
     def send(self, message: Message | list[bytes], *bodies: bytes) -> None:
         self.socket.send_multipart(message if isinstance(message, list) else encode(message, *bodies))
 
-    def receive(self, timeout_s: float = 10.0) -> tuple[ServerMessage, list[bytes]]:
+    def receive(self, timeout_s: float = 60.0) -> tuple[ServerMessage, list[bytes]]:
         if not self.socket.poll(int(timeout_s * 1000)):
             raise TimeoutError("nothing came")
         return decode_server(self.socket.recv_multipart())
 
-    def ask(self, message: Message | list[bytes], *bodies: bytes, timeout_s: float = 10.0) -> tuple[ServerMessage, list[bytes]]:
+    def ask(self, message: Message | list[bytes], *bodies: bytes, timeout_s: float = 60.0) -> tuple[ServerMessage, list[bytes]]:
         self.send(message, *bodies)
         return self.receive(timeout_s)
 
@@ -47,7 +47,7 @@ class RawClient:
 
     def finish(self, request_id: bytes) -> tuple[str, Finished]:
         text = ""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             message, bodies = self.receive()
             if getattr(message, "request_id", None) != request_id:

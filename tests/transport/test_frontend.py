@@ -46,7 +46,7 @@ class Running:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             self.client.send(Generate(request_id=os.urandom(16), input="text", max_tokens=1), b"x")
-            message, _ = self.client.receive(20)
+            message, _ = self.client.receive(60)
             if isinstance(message, Tokens):
                 assert isinstance(self.client.receive()[0], Finished)
                 return self
@@ -57,7 +57,7 @@ class Running:
 
     def stop(self):
         self.engine.stop()
-        ended = self.frontend.stop(15)
+        ended = self.frontend.stop(60)
         self.client.close()
         return ended
 

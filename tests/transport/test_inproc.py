@@ -26,7 +26,7 @@ def test_wait_ends_with_a_put_from_another_thread():
     assert not inbox.wait(0.0)
     thread = threading.Thread(target=inbox.put_internal, args=(Drain(b"", 1.0),))
     thread.start()
-    assert inbox.wait(10.0)
+    assert inbox.wait(60.0)
     thread.join()
     assert inbox.drain() == [Drain(b"", 1.0)]
 
