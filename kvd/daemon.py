@@ -164,7 +164,7 @@ class Daemon:
         return EXIT_OK if clean else EXIT_SOFTWARE
 
     def request_stop(self) -> None:
-        """End: what runs may finish, for as long as a drain may take; during the start it ends at the next of its steps. Any thread, also before ``run``."""
+        """End: what runs may finish, for as long as a drain may take; a start ends at once. Any thread, also before ``run``."""
         self._num_stops += 1
         if self._loop is not None:
             self._loop.request_drain()

@@ -449,7 +449,7 @@ class Storage:
         is_over = self._forgetting is None or self._forgetting.stop(_STOP_S)
         running = self._running
         if running is not None:
-            # each knows whether it was started: a signal may have ended the start between two of them
+            # each knows whether it was started: the start may have ended between two of them
             if running.cold_tier is not None:
                 running.cold_tier.stop(_STOP_S)
             running.planner.stop(_STOP_S)
