@@ -21,7 +21,7 @@ Answer = tuple[Any, ...]
 
 Script = Callable[["ScriptedDaemon", Any, list[bytes]], Iterable[Answer]]
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class ScriptedDaemon:
