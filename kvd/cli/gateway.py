@@ -13,6 +13,7 @@ import click
 from kvd.cli.connect import Connection, connection_options
 from kvd.cli.exits import CommandError, Exit
 from kvd.cli.interrupts import end_at_once, raise_again
+from kvd.extras import how_to_install
 from kvd.settings.units import parse_size
 
 _KEY_VARIABLE = "KVD_API_KEY"
@@ -109,7 +110,8 @@ def command(
     try:
         from kvd.gateway.server import GatewayConfig, listen, run
     except ModuleNotFoundError as error:
-        raise CommandError(f"kvd gateway needs the extra `http` ({error.name} is missing): pip install 'kvd[http]'", Exit.CONFIG) from error
+        message = f"kvd gateway needs the extra `http` ({error.name} is missing): {how_to_install('http')}"
+        raise CommandError(message, Exit.CONFIG) from error
     from kvd.observe import logging
 
     raise_again()

