@@ -6,7 +6,18 @@ import hashlib
 
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import CacheManager
-from kvd.commands import AdapterRead, ChoiceDone, OpDone, OpFailed, RequestDone, RequestFailed, Submit, TokensOut
+from kvd.commands import (
+    AdapterNames,
+    AdapterRead,
+    ChoiceDone,
+    ListAdapters,
+    OpDone,
+    OpFailed,
+    RequestDone,
+    RequestFailed,
+    Submit,
+    TokensOut,
+)
 from kvd.config import SchedulerConfig
 from kvd.engine.adapters import Adapters
 from kvd.executor.fake import FakeRunner
@@ -152,6 +163,12 @@ class World:
             elif not self.step():
                 return
         raise AssertionError("no end")
+
+    def listed(self, *on_disk):
+        """Name and state of what the list holds, when these have directories."""
+        op_id = self.operate(ListAdapters)
+        self.take(self.adapters.handle(AdapterNames(self.disk.lists.pop(), on_disk)))
+        return {each["name"]: each["state"] for each in self.answers[op_id]["adapters"]}
 
     def loaded(self):
         return {each["name"]: each["requests"] for each in self.adapters.report()["loaded"]}

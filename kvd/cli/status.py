@@ -94,6 +94,8 @@ def _status_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     adapters = report.get("adapters") or {}
     if adapters.get("max_adapters"):
         names = ", ".join(f"{each['name']} ({each['requests']} requests)" for each in adapters["loaded"]) or "none loaded"
+        if unloading := adapters.get("unloading"):
+            names += f", {len(unloading)} unloading ({sum(each['requests'] for each in unloading)} requests)"
         yield "adapters", f"{names}; {adapters['max_adapters']} may be loaded, {adapters['waiting']} requests wait for one"
     if store := report.get("store"):
         yield "store", _list({key: value for key, value in store.items() if key not in _LINES_OF_THEIR_OWN})

@@ -283,7 +283,8 @@ class Adapters:
             return [OpFailed(command.op_id, ErrorCode.ADAPTER_UNUSABLE, command.error)]
         self._unusable = {name: reason for name, reason in self._unusable.items() if name in command.names}
         on_disk = [name for name in command.names if name not in self._by_name]
-        adapters = [*self.report()["loaded"], *(self._described_on_disk(name) for name in on_disk)]
+        loaded = [self._described(name, resident) for name, resident in self._by_name.items()]
+        adapters = [*loaded, *(self._described_on_disk(name) for name in on_disk)]
         adapters.sort(key=lambda each: each["name"])
         return [OpDone(command.op_id, {"adapters": adapters, "max_adapters": self._max_adapters})]
 
@@ -338,14 +339,17 @@ class Adapters:
         return bool(self._waiting)
 
     def report(self) -> dict[str, Any]:
-        """The ``adapters`` part of the status report."""
-        loaded = [
-            self._described(name, resident) for resident in self._residents.values() for name in sorted(resident.names) or ["(unloading)"]
-        ]
-        return {"max_adapters": self._max_adapters if self._source is not None else 0, "loaded": loaded, "waiting": len(self._waiting)}
+        """The ``adapters`` part of the status report: those with names, and those that only requests hold which began before."""
+        residents = self._residents.values()
+        return {
+            "max_adapters": self._max_adapters if self._source is not None else 0,
+            "loaded": [self._described(name, resident) for resident in residents for name in sorted(resident.names)],
+            "unloading": [self._facts(resident) for resident in residents if not resident.names],
+            "waiting": len(self._waiting),
+        }
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start."""
+        """Counters since the start; ``loaded`` are those that take memory now, with a name or without."""
         return {
             "loaded": len(self._residents),
             "loads": self._counters["loads"],
@@ -466,9 +470,11 @@ class Adapters:
 
     @staticmethod
     def _described(name: str, resident: _Resident) -> dict[str, Any]:
+        return {"name": name, "state": "loaded", **Adapters._facts(resident)}
+
+    @staticmethod
+    def _facts(resident: _Resident) -> dict[str, Any]:
         return {
-            "name": name,
-            "state": "loaded",
             "digest": resident.digest.hex(),
             "rank": resident.rank,
             "bytes": resident.num_bytes,

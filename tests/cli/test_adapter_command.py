@@ -134,5 +134,7 @@ def test_status_names_the_loaded_ones():
     loaded = [{"name": "poet", "requests": 2}, {"name": "clerk", "requests": 0}]
     facts = dict(_status_facts({"adapters": {"max_adapters": 4, "loaded": loaded, "waiting": 1}}))
     assert facts["adapters"] == "poet (2 requests), clerk (0 requests); 4 may be loaded, 1 requests wait for one"
+    unloading = {"max_adapters": 4, "loaded": loaded[:1], "unloading": [{"requests": 3}], "waiting": 0}
+    assert dict(_status_facts({"adapters": unloading}))["adapters"].startswith("poet (2 requests), 1 unloading (3 requests); 4 may")
     assert "none loaded" in dict(_status_facts({"adapters": {"max_adapters": 4, "loaded": [], "waiting": 0}}))["adapters"]
     assert "adapters" not in dict(_status_facts({"adapters": {"max_adapters": 0, "loaded": [], "waiting": 0}}))

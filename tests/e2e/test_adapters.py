@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from lora_directories import make_adapter
 pytestmark = [pytest.mark.e2e, pytest.mark.socket, pytest.mark.store]
 
 SIZES = {"model.layers.0.self_attn.q_proj": (16, 16), "model.layers.0.self_attn.v_proj": (8, 16)}
+EXAMPLE = Path(__file__).parents[2] / "clients" / "python" / "examples" / "adapters.py"
 PROMPT = "Every visitor signs the ledger before the tour begins, be it morning or noon."
 
 
@@ -144,3 +146,36 @@ def test_a_directory_that_is_not_there_is_a_wrong_configuration(tmp_path: Path) 
     with daemon(tmp_path, tmp_path / "nowhere") as process:
         assert process.wait_dead() == 78
         assert f"adapter_dir = {tmp_path / 'nowhere'}: no such directory" in process.log()
+
+
+def test_only_what_may_be_named_is_listed_while_an_old_one_is_in_use(tmp_path: Path, adapters: Path) -> None:
+    (adapters / "judge" / "adapter_config.json").write_text("{")
+    long = {"max_tokens": 1500, "ignore_eos": True, "stream": True, "window_tokens": 2000}
+    with daemon(tmp_path, adapters, "--fake-step-ms", "20") as process:
+        process.wait_ready()
+        with process.client() as client:
+            with pytest.raises(errors.AdapterUnusable):
+                ask(client, "judge")
+            with (
+                client.generate(PROMPT, adapter="poet", **long) as of_the_old_one,  # type: ignore[call-overload]
+                client.generate(PROMPT, adapter="clerk", **long) as of_an_unloaded_one,  # type: ignore[call-overload]
+            ):
+                next(of_the_old_one)
+                next(of_an_unloaded_one)
+                make_adapter(adapters / "poet", SIZES, seed=99)
+                client.load_adapter("poet")
+                assert client.unload_adapter("clerk").state == "in use"
+                states = {each.name: each.state for each in client.adapters()}
+                assert states == {"clerk": "on disk", "judge": "unusable", "poet": "loaded"}
+                held = client.status()["adapters"]
+                assert [each["name"] for each in held["loaded"]] == ["poet"]
+                assert [each["requests"] for each in held["unloading"]] == [1, 1]
+                listed = json.loads(kvd(process, "adapter", "list", "--json").stdout)["adapters"]
+                assert {each["name"]: each["state"] for each in listed} == states
+                assert "2 unloading (2 requests)" in kvd(process, "status").stdout
+                example = subprocess.run(
+                    [sys.executable, EXAMPLE, "--connect", process.endpoint], capture_output=True, text=True, check=False, timeout=60
+                )
+                assert example.returncode == 0, example.stderr
+                assert {line.split(":")[0].split(" is ")[0] for line in example.stdout.splitlines()} == {"base model", *states}
+            assert {each.name for each in client.adapters()} == set(states)

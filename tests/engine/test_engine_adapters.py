@@ -67,11 +67,14 @@ def test_who_runs_keeps_the_old_one_while_the_name_means_the_new_one():
     world.disk.contents["poet"] = "better verse"
     world.operate(LoadAdapter, "poet")
     world.read()
-    assert world.loaded() == {"poet": 0, "(unloading)": 1}
+    assert world.loaded() == {"poet": 0}
+    (unloading,) = world.adapters.report()["unloading"]
+    assert unloading == {"digest": hashlib.sha256(b"verse").hexdigest(), "rank": 8, "bytes": 1000, "requests": 1}
+    assert (world.listed("poet"), world.adapters.stats()["loaded"]) == ({"poet": "loaded"}, 2)
     new = world.ask("poet", max_tokens=30)
     world.finish()
     assert world.tokens[old] != world.tokens[new]
-    assert world.loaded() == {"poet": 0}
+    assert (world.loaded(), world.adapters.report()["unloading"]) == ({"poet": 0}, [])
 
 
 def test_the_longest_idle_makes_room_and_the_used_ones_stay():
@@ -166,6 +169,8 @@ def test_load_and_unload_say_what_they_did():
     assert world.answers[world.operate(LoadAdapter, "b")] == "adapter_capacity"
     unloading = world.operate(UnloadAdapter, "a")
     assert (world.answers[unloading]["state"], world.answers[unloading]["requests"]) == ("in use", 1)
+    assert (world.listed("a", "b"), len(world.adapters.report()["unloading"])) == ({"a": "on disk", "b": "on disk"}, 1)
+    assert world.listed("b") == {"b": "on disk"}, "nobody may name what has no directory and was unloaded"
     assert world.answers[world.operate(UnloadAdapter, "a")] == "not_found"
     world.finish()
     assert (world.ends[request_id], world.loaded(), world.disk.packed) == ("done", {}, set())
@@ -175,9 +180,7 @@ def test_the_list_holds_what_is_loaded_and_what_is_on_disk():
     world = World(a="1")
     world.operate(LoadAdapter, "a")
     world.read()
-    op_id = world.operate(ListAdapters)
-    world.take(world.adapters.handle(AdapterNames(world.disk.lists.pop(), ("a", "b"))))
-    assert [(each["name"], each["state"]) for each in world.answers[op_id]["adapters"]] == [("a", "loaded"), ("b", "on disk")]
+    assert list(world.listed("a", "b").items()) == [("a", "loaded"), ("b", "on disk")]
     op_id = world.operate(ListAdapters)
     world.take(world.adapters.handle(AdapterNames(world.disk.lists.pop(), error="it is gone")))
     assert world.answers[op_id] == "adapter_unusable"
@@ -219,7 +222,7 @@ def test_without_a_directory_there_are_none():
     base = world.ask()
     world.finish()
     assert world.ends[base] == "done"
-    assert world.adapters.report() == {"max_adapters": 0, "loaded": [], "waiting": 0}
+    assert world.adapters.report() == {"max_adapters": 0, "loaded": [], "unloading": [], "waiting": 0}
 
 
 def test_times_bounds_and_aborts_count_while_a_request_waits():
@@ -349,7 +352,8 @@ class AdaptersMachine(RuleBasedStateMachine):
     @invariant()
     def books(self):
         report = self.world.adapters.report()
-        digests = {each["digest"]: each["requests"] for each in report["loaded"]}
+        digests = {each["digest"]: each["requests"] for each in (*report["loaded"], *report["unloading"])}
+        assert {each["name"] for each in report["loaded"]} == set(self.world.listed())
         assert len(digests) <= self.max_adapters
         assert sum(digests.values()) == len(self.world.adapters.uses)
         assert {bytes.fromhex(each) for each in digests} == self.world.disk.packed

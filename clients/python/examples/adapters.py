@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from kvd_client import Client
-from kvd_client.errors import AdapterUnusable
+from kvd_client.errors import AdapterUnusable, NotFound
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
         for name in ("", *(adapter.name for adapter in client.adapters())):
             try:
                 answer = client.generate(arguments.prompt, max_tokens=20, temperature=0, adapter=name)
-            except AdapterUnusable as error:
+            except (AdapterUnusable, NotFound) as error:  # NotFound: taken away since it was listed
                 print(f"{name}: can't be used: {error}")
                 continue
             print(f"{name or 'base model'}: {answer.text!r}")
