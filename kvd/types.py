@@ -156,13 +156,13 @@ class BeamSearch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Speculation(msgspec.Struct, frozen=True, gc=False):
-    """How a request drafts. ``mode``: ``auto``, ``off``, ``ngram`` or ``draft``. ``num_draft`` tokens at most a step; 0: the daemon's default.
+    """How a request drafts. ``mode``: ``auto``, ``off``, ``ngram``, ``draft`` or, empty, the daemon's. ``num_draft`` tokens at most a step; 0: the daemon's default.
 
     ``acceptance``: ``coupled`` (a drafted token is accepted while it is what the target samples with its own noise: the same output as without drafts) or
     ``rejection`` (Leviathan et al., "Fast inference from transformers via speculative decoding", 2023: the same distribution).
     """
 
-    mode: str = "auto"
+    mode: str = ""
     num_draft: int = 0
     acceptance: str = "coupled"
 

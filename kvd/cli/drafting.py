@@ -15,12 +15,19 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
             " [default: the daemon's]",
         },
     ),
-    ("--num-draft", {"type": click.IntRange(1, 32), "metavar": "N", "help": "Tokens proposed in a step, at most. [default: the daemon's]"}),
+    (
+        "--num-draft",
+        {
+            "type": click.IntRange(1, 32),
+            "metavar": "N",
+            "help": "Where tokens are proposed: so many in a step, at most. [default: the daemon's]",
+        },
+    ),
     (
         "--draft-acceptance",
         {
             "type": click.Choice(["coupled", "rejection"]),
-            "help": "`coupled`: the answer is the one without proposals; `rejection`: one of the same distribution. [daemon's default: coupled]",
+            "help": "Where tokens are proposed: `coupled`: the answer is the one without proposals; `rejection`: one of the same distribution. [daemon's default: coupled]",
         },
     ),
 )

@@ -30,9 +30,9 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class SpeculationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An extension, as the daemon's protocol has it: a mode alone, or these."""
+    """An extension, as the daemon's protocol has it: a mode alone, or these; without a mode the daemon's own holds."""
 
-    mode: str = "auto"
+    mode: str | None = None
     num_draft: int | None = None
     acceptance: str | None = None
 
@@ -187,6 +187,7 @@ def completion_options(fields: CompletionFields) -> GenerateOptions:
         if fields.is_stream:
             raise ApiError(400, "max_tokens is 0, so that there is nothing to stream; leave stream away", param="max_tokens")
         options["max_tokens"] = 1
+        options["text"] = False  # so that the prompt's text is all that there is
     return options
 
 

@@ -1,7 +1,7 @@
 """Which sequences draft in a step, what and how much, and what of it stayed.
 
-Whether drafting pays is asked at every step, of each sequence: the tokens that the step is expected to bring over the time that it is expected to take, with and
-without the drafts (``speculative.acceptance``, ``speculative.costs``). Where it doesn't, the sequence goes on as all do, a step ahead of its tokens' ids; prompt lookup
+Whether drafting pays is asked at every step, of each sequence: the tokens that its drafts are expected to bring, against those that the whole step would bring in the time that
+they add to it (``speculative.acceptance``, ``speculative.costs``). Where it doesn't, the sequence goes on as all do, a step ahead of its tokens' ids; prompt lookup
 goes on looking, at no cost to the model, and comes back when it would have been right. A draft model that doesn't pay is asked again after a while. With many others
 in the step further positions cost their share, so that drafting ends by itself; beyond ``_MOST_ROWS`` nobody looks.
 """
@@ -28,8 +28,10 @@ from kvd.types import TOKEN_BYTES, Speculation
 _MOST_ROWS = 32
 _INDEX_TOKENS_PER_STEP = 1024
 """So many tokens of all prompts together enter the indices in a step: engine time that nobody should feel."""
+_PRICE = 1.2
+"""Drafts must bring so many times what the step brings in the time that they add: everybody beside them waits for it, and the estimates are rough."""
 _LEAST_GAIN = 0.1
-"""How many tokens more than without a step must bring in the same time, where the sequence has to leave its place a step ahead for its drafts."""
+"""Tokens beyond that price, where the sequence has to leave its place a step ahead for its drafts."""
 _LEAST_GAIN_GOING_ON = 0.03
 """The same where it waits for its tokens already."""
 _LEAST_EXPECTED = 0.1
@@ -95,13 +97,16 @@ class Drafting:
         self._is_crowded = False
         self._num_positions = 0
         self._expected = 0.0
-        """Positions of the step that is being planned, and the tokens that it is thought to bring."""
+        self._kind = Kind.PLAIN
+        """Positions of the step that is being planned, the tokens that it is thought to bring, and how they come."""
 
     def enrol(self, request: Request) -> None:
         """A request is accepted: settle how it drafts."""
         command = request.command
-        wish = command.speculation or Speculation(self._config.speculation)
-        if request.is_internal or command.beam is not None:
+        wish = command.speculation or Speculation()
+        if not wish.mode:
+            wish = Speculation(self._config.speculation, wish.num_draft, wish.acceptance)
+        if wish.mode == "off" or request.is_internal or command.beam is not None:
             wish = Speculation("off")
         request.speculation = wish
         request.asks_draft_model = self.has_model and wish.mode in ("auto", "draft") and command.constraint is None
@@ -122,6 +127,7 @@ class Drafting:
             return False
         self._num_positions = sum(1 for each in running if each.row >= 0 and each.num_computed >= each.num_planned)
         self._expected = float(self._num_positions)
+        self._kind = Kind.PLAIN  # so that the first to draft has to pay for it that all wait for their tokens
         left = _INDEX_TOKENS_PER_STEP
         has_new = False
         for sequence in running:
@@ -176,6 +182,7 @@ class Drafting:
         self._planned.append((sequence, sequence.num_known, best))
         self._num_positions += best.num_tokens
         self._expected += best.expected
+        self._kind = max(self._kind, best.kind)
         sequence.num_computed += num_tokens
         sequence.num_total += num_tokens
         sequence.last_step = plan.step
@@ -190,17 +197,25 @@ class Drafting:
         forced = tuple(constraint.forced(most)[:most]) if constraint is not None and most else ()
         if forced:
             expected = drafter.forced.expected(len(forced))
-            return self._if_it_pays(Draft(Kind.FORCED, len(forced), expected[-1], forced), _LEAST_GAIN_GOING_ON)
+            num_tokens = self._most_gain(Kind.FORCED, expected, _LEAST_GAIN_GOING_ON)
+            return Draft(Kind.FORCED, num_tokens, expected[num_tokens], forced[:num_tokens]) if num_tokens else None
         best = self._best(sequence, drafter, most, least_gain=_LEAST_GAIN_GOING_ON)
         if best is None or constraint is None:
             return best
         num_valid = constraint.num_valid(best.ids)
         return Draft(best.kind, num_valid, min(best.expected, num_valid), best.ids[:num_valid]) if num_valid else None
 
-    def _if_it_pays(self, draft: Draft, least_gain: float) -> Draft | None:
-        without = (self._expected + least_gain) / self.costs.seconds(Kind.PLAIN, self._num_positions)
-        rate = (self._expected + draft.expected) / self.costs.seconds(draft.kind, self._num_positions + draft.num_tokens)
-        return draft if rate > without else None
+    def _most_gain(self, kind: Kind, expected: list[float], least_gain: float) -> int:
+        """How many of the proposals bring most beyond their price, by how many tokens 0, 1, … of them are expected to bring; 0 if that is not ``least_gain`` tokens."""
+        seconds, positions = self.costs.seconds, self._num_positions
+        without_s, with_kind = seconds(self._kind, positions), max(self._kind, kind)
+        price = _PRICE * self._expected / without_s
+        most, best = least_gain, 0
+        for count in range(1, len(expected)):
+            gain = expected[count] - price * max(0.0, seconds(with_kind, positions + count) - without_s)
+            if gain > most:
+                most, best = gain, count
+        return best
 
     def _note_idle(self, sequence: Sequence, drafter: Drafter) -> None:
         drafter.num_idle += 1
@@ -221,23 +236,18 @@ class Drafting:
         return max(0, most)
 
     def _best(self, sequence: Sequence, drafter: Drafter, most: int, *, least_gain: float) -> Draft | None:
-        """The draft that brings most tokens by time, if that is ``least_gain`` tokens more than the step brings without it in the same time."""
+        """The draft that brings most beyond its price, if that is ``least_gain`` tokens."""
         best = None
         index = drafter.index
         if most and index is not None and index.length and len(index) == sequence.num_known:
             expected = drafter.lookup.expected(index.length, most)
-            if expected[most] > _LEAST_EXPECTED:
-                num_tokens = self._most_by_time(Kind.LOOKUP, expected)
-                best = self._if_it_pays(Draft(Kind.LOOKUP, num_tokens, expected[num_tokens], tuple(index.propose(num_tokens))), least_gain)
+            if expected[most] > _LEAST_EXPECTED and (num_tokens := self._most_gain(Kind.LOOKUP, expected, least_gain)):
+                best = Draft(Kind.LOOKUP, num_tokens, expected[num_tokens], tuple(index.propose(num_tokens)))
         if best is None and most and drafter.model is not None and sequence.num_known >= drafter.pause_until:
             expected = drafter.model.expected(most)
-            num_tokens = self._most_by_time(Kind.MODEL, expected)
-            best = self._if_it_pays(Draft(Kind.MODEL, num_tokens, expected[num_tokens]), least_gain)
+            if num_tokens := self._most_gain(Kind.MODEL, expected, least_gain):
+                best = Draft(Kind.MODEL, num_tokens, expected[num_tokens])
         return best
-
-    def _most_by_time(self, kind: Kind, expected: list[float]) -> int:
-        seconds, positions = self.costs.seconds, self._num_positions
-        return max(range(1, len(expected)), key=lambda count: (self._expected + expected[count]) / seconds(kind, positions + count))
 
     def planned(self, plan: StepPlan, *, has_prompts: bool) -> None:
         """The step is planned."""

@@ -24,7 +24,7 @@ def check_speculation(message: Generate) -> None:
     wanted = message.speculation
     if wanted is None:
         return
-    if wanted.mode not in _MODES:
+    if wanted.mode and wanted.mode not in _MODES:
         raise bad_request(f"speculation has the mode {wanted.mode!r:.40}; it must be one of {', '.join(_MODES)}")
     if wanted.acceptance not in _ACCEPTANCES:
         raise bad_request(f"speculation has the acceptance {wanted.acceptance!r:.40}; it must be one of {', '.join(_ACCEPTANCES)}")

@@ -383,7 +383,8 @@ def test_the_best_of_several_and_beams_under_vllms_names():
 def test_speculation_is_a_mode_or_the_protocols_map():
     assert chat_options(chat(speculation="off")) == {"speculation": "off"}
     assert chat_options(chat(speculation={"mode": "ngram", "num_draft": 3})) == {"speculation": "ngram", "num_draft": 3}
-    assert chat_options(chat(speculation={"acceptance": "rejection"})) == {"speculation": "auto", "draft_acceptance": "rejection"}
+    assert chat_options(chat(speculation={"acceptance": "rejection"})) == {"draft_acceptance": "rejection"}, "how, not whether"
+    assert chat_options(chat(speculation={})) == {}
     with pytest.raises(ApiError, match="num_drafts"):
         chat(speculation={"num_drafts": 3})
 

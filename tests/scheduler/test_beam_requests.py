@@ -185,6 +185,7 @@ def test_preempted_replanned_and_crowded_beams_say_the_same(seed, max_in_flight)
         ({"beam": BeamSearch(2), "sampling": SamplingParams(logit_bias=((1, 2.0),))}, "leave logit_bias out"),
         ({"beam": BeamSearch(2), "constraint": Constraint("json")}, "a constraint don't go together"),
         ({"beam": BeamSearch(2), "speculation": Speculation("ngram")}, "does not speculate"),
+        ({"beam": BeamSearch(2), "speculation": Speculation(num_draft=2)}, "does not speculate"),
         ({"best_of": 17}, "best_of is 17: it must be from n (1) to 16"),
         ({"best_of": 2, "num_choices": 3}, "best_of is 2: it must be from n (3) to 16"),
         ({"best_of": 2, "sampling": SamplingParams(temperature=0.0)}, "all choices would be the same"),

@@ -294,6 +294,19 @@ def test_a_request_says_how_it_drafts():
     assert max(count for step in sim.steps for count in step.continued.num_draft) == 4
 
 
+def test_a_number_or_a_way_of_drafts_alone_switches_nothing_on():
+    wishes = (Speculation(num_draft=2), Speculation(acceptance="rejection"), Speculation(num_draft=2, acceptance="rejection"))
+    for mode, is_on in (("off", False), ("auto", True)):
+        for wish in wishes:
+            sim = Timed(speculative=SpeculativeConfig(speculation=mode, num_draft=4, ngram_min=2, ngram_max=6), vocab=1)
+            request_id = sim.submit([0] * 10, max_tokens=30, speculation=wish)
+            sim.run()
+            assert (sim.terminal(request_id).usage.drafted_tokens > 0) == is_on
+            assert {started.is_rejection for step in sim.steps for started in step.started} == {is_on and wish.acceptance == "rejection"}
+            most = max((count for step in sim.steps for count in step.continued.num_draft), default=0)
+            assert most == (is_on and (wish.num_draft or 4))
+
+
 def test_in_a_crowd_not_even_what_is_forced_is_drafted():
     world = ConstraintWorld(num_blocks=1500, max_waiting=100, max_running=40, max_tokens_per_step=200, max_model_len=400)
     forced = world.submit(list(b"say "), ["abcdefghijklmnopqrstuvwxyz" * 12], max_tokens=350)

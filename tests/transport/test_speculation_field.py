@@ -21,7 +21,14 @@ def message(seed=None, **fields):
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"mode": "off"}, {"mode": "ngram", "num_draft": 32}, {"mode": "draft"}, {"mode": "auto", "acceptance": "rejection"}],
+    [
+        {},
+        {"mode": "off"},
+        {"num_draft": 32},
+        {"mode": "ngram", "num_draft": 32},
+        {"mode": "draft"},
+        {"mode": "auto", "acceptance": "rejection"},
+    ],
     ids=str,
 )
 def test_what_can_be_asked_for(fields):
@@ -59,7 +66,10 @@ def test_options_of_the_client():
     fields = {"speculation": "ngram", "num_draft": 5, "n": 2}
     assert take_speculation(fields) == Speculation(mode="ngram", num_draft=5)
     assert fields == {"n": 2}
-    assert take_speculation({"draft_acceptance": "rejection"}) == Speculation(acceptance="rejection")
+    for fields in ({"draft_acceptance": "rejection"}, {"num_draft": 5}, {"speculation": None, "num_draft": 5}):
+        wish = take_speculation(dict(fields))
+        assert (wish.mode, speculation(wish).mode) == ("", ""), "they say how, not whether"
+        assert (wish.num_draft, wish.acceptance) == (fields.get("num_draft", 0), fields.get("draft_acceptance", "coupled"))
     with pytest.raises(BadRequest, match="num_draft is for drafts, and speculation is off"):
         take_speculation({"speculation": "off", "num_draft": 3})
     sent = generate_message("text", stream=True, options={"speculation": "off"})

@@ -10,7 +10,9 @@ from kvd_client.protocol.messages import Speculation
 
 
 def take_speculation(fields: dict[str, Any]) -> Speculation | None:
-    """Take the options of speculation out of ``fields``; None if it is left to the daemon.
+    """Take the options of speculation out of ``fields``; None if all of it is left to the daemon.
+
+    Without a mode the others hold where the daemon drafts by itself: they say how, not whether.
 
     Raises:
         BadRequest: options of it stand beside the mode ``off``.
@@ -23,5 +25,5 @@ def take_speculation(fields: dict[str, Any]) -> Speculation | None:
         verb = "is" if len(given) == 1 else "are"
         raise BadRequest(f"{' and '.join(given)} {verb} for drafts, and speculation is off", code=Code.BAD_REQUEST)
     return Speculation(
-        mode="auto" if mode is None else mode, num_draft=given.get("num_draft", 0), acceptance=given.get("draft_acceptance", "coupled")
+        mode="" if mode is None else mode, num_draft=given.get("num_draft", 0), acceptance=given.get("draft_acceptance", "coupled")
     )

@@ -58,7 +58,7 @@ class GenerateOptions(TypedDict, total=False):
 
     ``speculation`` (None: as the daemon is set up; ``"auto"``, ``"off"``, ``"ngram"`` or ``"draft"``): how tokens are proposed ahead of the model; ``num_draft`` (0: the
     daemon's default) of them at most in a step. ``draft_acceptance`` (``"coupled"``: the answer is the one without; or ``"rejection"``: one of the same distribution,
-    without a seed), see docs/speculation.md of the daemon.
+    without a seed). The latter two say how, and switch nothing on by themselves; see docs/speculation.md of the daemon.
 
     ``adapter`` (empty: the base model): the name of a LoRA adapter of the daemon's; it is loaded if it is not.
     """

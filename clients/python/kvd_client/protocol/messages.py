@@ -62,12 +62,12 @@ class Beam(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Speculative decoding. ``mode``: ``auto``, ``off``, ``ngram`` or ``draft``. ``num_draft``: tokens proposed in a step, 0: the daemon's default.
+    """Speculative decoding. ``mode``: ``auto``, ``off``, ``ngram``, ``draft`` or, empty, as the daemon is set. ``num_draft``: tokens proposed in a step, 0: the daemon's default.
 
     ``acceptance``: ``coupled`` (the same output as without) or ``rejection`` (the same distribution; for requests without a seed).
     """
 
-    mode: str = "auto"
+    mode: str = ""
     num_draft: int = 0
     acceptance: str = "coupled"
 
