@@ -200,6 +200,7 @@ def completion_object(completion: Completion, *, has_logprobs: bool) -> dict[str
     return {
         **(choices[0] if len(choices) == 1 else {"choices": choices}),
         **outputs.prompt_object(completion.prompt),
+        "seed": completion.seed,
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,

@@ -36,6 +36,8 @@ def command(*, target: Target, prompts: tuple[str, ...], system: str | None, opt
         raise click.UsageError("--stream shows one answer; give one --prompt")
     if prompts.count("-") > 1:
         raise click.UsageError("standard input is one prompt; give --prompt - once")
+    if system is None and "tools" in options:
+        raise click.UsageError("--tools is for the chat template of a conversation: use kvd chat, or give --system")
     texts = [prompt_or_stdin(prompt) for prompt in prompts or (None,)]
     asked = [text if system is None else as_messages(system, text) for text in texts]
     with target.client(needs_ready=True) as client:

@@ -62,7 +62,13 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
             "help": "Keep the prompt's last N tokens; -1: as many as fit. [daemon's default: all]",
         },
     ),
-    ("--echo", {"is_flag": True, "help": "Begin the text with the prompt; with --json tell its tokens, too."}),
+    (
+        "--echo",
+        {
+            "is_flag": True,
+            "help": "Print the prompt before the answer; with --json it stands under `prompt`, with its tokens, and `text` is the answer alone.",
+        },
+    ),
     (
         "--prompt-logprobs",
         {
@@ -73,7 +79,12 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     (
         "--tools",
-        {"type": click.Path(path_type=Path), "callback": _tools, "metavar": "FILE", "help": "JSON array of tools for the chat template."},
+        {
+            "type": click.Path(path_type=Path),
+            "callback": _tools,
+            "metavar": "FILE",
+            "help": "JSON array of tools for the chat template; of `kvd generate` with --system.",
+        },
     ),
 )
 NAMES = {"allow_token_id": "allowed_token_ids", "ban_token_id": "banned_token_ids", "bad_word": "bad_words"}

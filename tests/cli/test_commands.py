@@ -196,6 +196,7 @@ def test_generate_prints_one_object_of_the_documented_shape(stub, capsys):
         "text": "Hello there",
         "token_ids": [1, 2, 3],
         "finish_reason": "stop",
+        "seed": 7,
         "usage": {"prompt_tokens": 40, "cached_tokens": 32, "restored_tokens": 16, "recomputed_tokens": 0, "completion_tokens": 3},
         "timings": {"queue_ms": 0.5, "ttft_ms": 12.25, "total_ms": 30.0},
     }
@@ -206,7 +207,7 @@ def test_several_choices_are_listed(stub, capsys):
     stub.texts = ("one", "two")
     assert app.main(["generate", "--prompt", "Hi", "--n", "2", "--json"]) == 0
     printed = only_object(capsys.readouterr().out)
-    assert set(printed) == {"choices", "usage", "timings"}
+    assert set(printed) == {"choices", "seed", "usage", "timings"}
     assert [choice["text"] for choice in printed["choices"]] == ["one", "two"]
     assert set(printed["choices"][0]) == {"text", "token_ids", "finish_reason"}
     assert app.main(["generate", "--prompt", "Hi", "--n", "2"]) == 0
@@ -288,6 +289,16 @@ def test_a_system_prompt_makes_it_a_conversation(stub, tmp_path):
     assert app.main(["chat", "--prompt", "Hi", "--system", "Be brief.\n"]) == 0
     assert app.main(["chat", "--prompt", "Hi"]) == 0
     assert [(name, args) for name, args, _ in stub.calls] == [("chat", (expected,)), ("chat", (expected,)), ("chat", (expected[1:],))]
+
+
+def test_tools_without_a_conversation_say_what_they_need(stub, tmp_path, capsys):
+    (tmp_path / "tools.json").write_text('[{"name": "look_up"}]')
+    tools = ("--prompt", "Hi", "--tools", str(tmp_path / "tools.json"))
+    assert app.main(["generate", *tools]) == Exit.USAGE
+    assert "use kvd chat, or give --system" in capsys.readouterr().err
+    assert stub.calls == []
+    assert app.main(["generate", *tools, "--system", "Be brief."]) == app.main(["chat", *tools, "--no-stream"]) == 0
+    assert [(name, options) for name, _, options in stub.calls] == 2 * [("chat", {"tools": [{"name": "look_up"}]})]
 
 
 def test_stream_prints_as_it_comes(stub, capsys):

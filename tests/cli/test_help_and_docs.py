@@ -103,6 +103,14 @@ def test_serve_has_a_flag_for_every_key(capsys):
         assert f"{flag} " in text
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_the_flags_say_what_they_do_not_do_alone(command, capsys):
+    assert app.main([command, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--echo Print the prompt before the answer; with --json it stands under `prompt`" in text
+    assert "--num-draft N Where tokens are proposed: so many in a step, at most." in text
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["version"], ["nonsense"], ["serve", "--print-config"]], ids=" ".join)
 def test_nothing_heavy_is_imported(arguments):
     allowed = {"msgspec"} if arguments[0] == "serve" else set()

@@ -193,6 +193,12 @@ def test_the_command_line_has_them(daemon: DaemonProcess, tmp_path: Path) -> Non
     assert set(run(*ask, "--allow-token-id", "120", "--allow-token-id", "121", "--ban-token-id", "121").strip()) == {"x"}
     told = json.loads(run(*ask, "--echo", "--prompt-logprobs", "1", "--truncate-prompt", "2", "--bad-word", "e", "--json"))
     assert told["prompt"]["text"] == "bc"
+    echoed = json.loads(run(*ask, "--logit-bias", f"{ord('Q')}=100", "--echo", "--json"))
+    assert (echoed["text"], echoed["prompt"]["text"]) == ("QQQQ", "abc"), "as the help says"
+    drawing = ("generate", "--prompt", "abc", "--max-tokens", "12", "--ignore-eos", "--json")
+    drawn = json.loads(run(*drawing))
+    again = json.loads(run(*drawing, "--seed", str(drawn["seed"])))
+    assert (again["token_ids"], again["seed"]) == (drawn["token_ids"], drawn["seed"])
     assert [entry["token_id"] for entry in told["prompt"]["logprobs"]] == [ord("c")]
     (tmp_path / "tools.json").write_text('[{"name": "look_up"}]')
     chat = run("chat", "--prompt", "hi", "--tools", str(tmp_path / "tools.json"), "--echo", "--max-tokens", "2")
