@@ -193,6 +193,52 @@ def test_where_nobody_may_draft_nobody_is_looked_at():
     assert sim.scheduler._endings.num_speculating == 0
 
 
+def on_two_cores(positions):
+    """Milliseconds of a step of a small quantised model; the products' time grows with the positions nearly from the first on."""
+    return 6.6 + 0.85 * (positions - 1) if positions <= 8 else 12.5 + 0.95 * (positions - 8)
+
+
+def in_tiles(positions):
+    return 10.0 * -(-positions // 8)
+
+
+@pytest.mark.parametrize("vocab", [1, 2])
+@pytest.mark.parametrize("num_streams", [1, 8])
+@pytest.mark.parametrize("seconds_of", [on_two_cores, in_tiles, lambda _: 10.0])
+def test_what_drafting_costs_while_it_is_found_out_is_little_and_it_pays_where_it_can(seconds_of, num_streams, vocab):
+    def seconds(mode):
+        sim = Timed(
+            seconds_of=seconds_of,
+            vocab=vocab,
+            max_in_flight=2,
+            num_blocks=2000,
+            max_model_len=400,
+            speculative=SpeculativeConfig(speculation=mode),
+        )
+        for number in range(num_streams):
+            sim.submit([(token + number) % vocab for token in PROMPT], max_tokens=200)
+        sim.run()
+        positions = [sum(started.num_tokens for started in step.started) + sum(step.continued.num_tokens) for step in sim.steps]
+        return sum(map(seconds_of, positions))
+
+    faster = seconds("off") / seconds("auto")
+    assert faster > 0.94
+    if vocab == 1 and num_streams == 1:
+        assert faster > 3
+    if seconds_of(16) == seconds_of(1):
+        assert faster > 1.25  # further positions are free
+
+
+def test_others_are_not_held_up_for_a_draft_that_brings_no_more_than_they_would():
+    """Eight rows bring 8 tokens in 8 seconds; a draft that is right half the time would bring half a token in one more."""
+    sim = Timed(seconds_of=lambda positions: positions, vocab=2, max_in_flight=2)
+    for number in range(8):
+        sim.submit(PROMPT[number:], max_tokens=150)
+    sim.run()
+    drafts = [number for number, step in enumerate(sim.steps) if step.continued.num_draft]
+    assert len([number for number in drafts if number > 40]) < 0.05 * len(sim.steps)
+
+
 def test_a_sequence_that_stops_drafting_goes_a_step_ahead_again():
     sim = Timed(seconds_of=lambda positions: positions, max_in_flight=2)
     sim.submit(PROMPT, max_tokens=150)
@@ -205,7 +251,7 @@ def test_a_sequence_that_stops_drafting_goes_a_step_ahead_again():
 
 def test_a_draft_model_that_did_not_pay_is_asked_again_but_rarely():
     sim = Timed(
-        seconds_of=lambda positions: 0.5 + 0.5 * positions, has_draft_model=True, speculative=SpeculativeConfig(speculation="draft")
+        seconds_of=lambda positions: 0.65 + 0.35 * positions, has_draft_model=True, speculative=SpeculativeConfig(speculation="draft")
     )
     sim.submit(PROMPT, max_tokens=180)
     sim.run()

@@ -59,13 +59,25 @@ def test_times_are_measured_by_positions_and_guessed_between_and_beyond():
     assert costs.seconds(Kind.LOOKUP, 1) == 1.0
     assert costs.seconds(Kind.LOOKUP, 3) == pytest.approx(1.5)
     assert costs.seconds(Kind.LOOKUP, 5) == 2.0
-    assert 2.0 < costs.seconds(Kind.LOOKUP, 6) < 2.2
+    assert 2.0 < costs.seconds(Kind.LOOKUP, 6) < 2.2  # half of what a position has cost so far
     assert costs.seconds(Kind.PLAIN, 5) == 2.0  # nothing better is known
     costs.note(Kind.PLAIN, 5, 0.5)
     costs.note(Kind.PLAIN, 5, 7.0)
     assert costs.seconds(Kind.PLAIN, 5) == 2.0  # two measurements may have been disturbed
     costs.note(Kind.PLAIN, 5, 0.6)
     assert costs.seconds(Kind.PLAIN, 5) == 0.5
+
+
+def test_neighbours_have_a_time_together_where_there_are_many():
+    costs = StepCosts()
+    for positions in (9, 10, 12, 97, 101, 112):
+        costs.note(Kind.LOOKUP, positions, 3.0 if positions < 20 else 9.0)
+    assert [costs.seconds(Kind.LOOKUP, positions) for positions in (9, 11, 12)] == [3.0] * 3
+    assert costs.seconds(Kind.LOOKUP, 100) == 9.0
+    assert 3.0 < costs.seconds(Kind.LOOKUP, 13) < costs.seconds(Kind.LOOKUP, 96) < 9.0
+    assert costs.seconds(Kind.LOOKUP, 8) == 2.0  # in favour of what is not known
+    flat = measured({1: 2.0, 16: 2.0})
+    assert flat.seconds(Kind.LOOKUP, 1000) == 2.0
 
 
 def test_a_disturbed_step_moves_a_time_by_little_and_a_lasting_change_moves_it():
