@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from kvd.bench import prompts
-from kvd.bench.asking import Setting, hit_rate, short_warnings, together, ttfts
+from kvd.bench.asking import Setting, hit_rate, median, short_warnings, together, ttfts
 from kvd.bench.measuring import Answer, Ask, Measured, Server
 
 _PRIMER_TOKENS = 32
@@ -29,7 +29,7 @@ async def random(server: Server, setting: Setting) -> Measured:
 async def _decoded(server: Server, setting: Setting, text: Callable[[int], str], *, is_drawn: bool) -> Measured:
     """Output tokens over the time of all answers, so many at a time as the point says. The prompts have been asked before, so that hardly anything but decoding is left.
 
-    Streams whose drafts are accepted end sooner than others beside them: a time in which all of them run need not exist, and what counts is when all is done.
+    Streams whose drafts are accepted end sooner than others beside them, and go on with the next answer: with one answer each, the time would be that of the slowest alone.
     """
     point = setting.point
 
@@ -43,6 +43,8 @@ async def _decoded(server: Server, setting: Setting, text: Callable[[int], str],
         {
             "output_tokens_per_s": sum(each.completion_tokens for each in answers) / wall_s,
             "ttft_s": ttfts(answers)["ttft_s"],
+            "answer_s": median(times := [each.ended_s - each.asked_s for each in answers]),
+            "answer_max_s": max(times),
             **_acceptance(answers),
             **hit_rate(answers),
         },

@@ -10,7 +10,7 @@ from kvd.bench.results import Result
 from kvd.bench.tables import FOLDERS, all_figures, cell, interval, notes, period, started, starts
 
 _ABOUT_SPECULATION = (
-    "Output tokens a second until all answers are over, of prompts that the cache has already; `off` is the baseline. All modes are asked of one daemon, in turns, and each has a cache salt of its own. *repetitive*:",
+    "Output tokens a second of streams that ask one answer after another, four each, until the last is over, of prompts that the cache has already; `off` is the baseline. All modes are asked of one daemon, in turns, and each has a cache salt of its own. *repetitive*:",
     "greedy answers to requests that repeat a text of their prompt (a copy, a copy with a word replaced, a list as JSON, a log that goes on). *random*: stories, drawn at temperature 1. Before what counts, the same prompts are asked for 32 tokens.",
     "Acceptance: accepted over drafted tokens; from drafts: accepted over all tokens of the answers. [How it works](speculation.md).",
 )
@@ -22,6 +22,7 @@ _ABOUT_BEAMS = (
     "The part of the places in block tables that needed no block of their own, looked at every 20 ms: the saving of the PagedAttention paper's figure about sharing. No request finds what another one computed. [How it works](beam-search.md).",
 )
 _QUIET_CORES = 0.2
+_DRAFT_FIGURES = ("acceptance", "from_drafts", "answer_s", "answer_max_s")
 _GAP_FIGURES = ("gap_p50_s", "gap_p99_s", "gap_max_s", "quiet_gap_p99_s", "beside_tokens_per_s", "long_ttft_s")
 
 
@@ -87,12 +88,13 @@ def _speculation(result: Result) -> Iterator[str]:
         if not number:
             yield f"Answers of {point['output_tokens']} tokens:"
             yield ""
-            yield "| prompts | streams | mode | tokens/s | times better than the first | acceptance | from drafts |"
-            yield "|---|---:|---|---|---|---|---|"
+            yield "| prompts | streams | mode | tokens/s | times better than the first | acceptance | from drafts | an answer, s | the slowest, s |"
+            yield "|---|---:|---|---|---|---|---|---|---|"
         for target in result.targets_of(key):
             begin = f"| {point['scenario']} | {point.get('concurrency', 1)} | {target} | {cell(result, key, target, 'output_tokens_per_s')}"
             ratio = _against(result, key, "output_tokens_per_s", target, result.targets_of(key)[0])
-            yield f"{begin} | {ratio} | {cell(result, key, target, 'acceptance')} | {cell(result, key, target, 'from_drafts')} |"
+            rest = " | ".join(cell(result, key, target, metric) for metric in _DRAFT_FIGURES)
+            yield f"{begin} | {ratio} | {rest} |"
 
 
 def _gaps(result: Result) -> Iterator[str]:

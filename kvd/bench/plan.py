@@ -51,6 +51,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "late_s": Metric("s", is_rate=False),
         "acceptance": Metric("of the drafted tokens"),
         "from_drafts": Metric("of the output tokens"),
+        "answer_s": Metric("s", is_rate=False),
+        "answer_max_s": Metric("s", is_rate=False),
         "gap_max_s": Metric("s", is_rate=False),
         "quiet_gap_p99_s": Metric("s", is_rate=False),
         "beside_tokens_per_s": Metric("tokens/s"),
@@ -114,8 +116,8 @@ HEADLINE: Mapping[str, str] = MappingProxyType(
 """Every scenario, and the figure that it is run for."""
 
 
-FEWEST_STREAMS = 4
-"""Answers of a measurement of ``repetitive``, which has four kinds of tasks, and ``random``, at least."""
+ANSWERS_A_STREAM = 4
+"""Of ``repetitive``, which has four kinds of tasks, and ``random``: one after another, so that all streams are busy for most of the time."""
 
 
 def expand(
@@ -159,7 +161,7 @@ def expand(
             case "multi-turn":
                 points += [Point(scenario, size, output_tokens, width, turns=turns) for size in prefix_tokens for width in concurrency]
             case "repetitive" | "random":
-                points += [Point(scenario, 0, output_tokens * 2, width, width * math.ceil(FEWEST_STREAMS / width)) for width in concurrency]
+                points += [Point(scenario, 0, output_tokens * 2, width, width * ANSWERS_A_STREAM) for width in concurrency]
             case "arriving":
                 points += [Point(scenario, size, output_tokens * 4, width, 3) for size in prompt_tokens for width in concurrency]
             case "restart":

@@ -14,7 +14,7 @@ from kvd.bench.beam_server import WAYS, BeamServer, Way
 from kvd.bench.kvd_server import KvdServer
 from kvd.bench.launching import Launched
 from kvd.bench.measuring import BenchError
-from kvd.bench.plan import FEWEST_STREAMS, Point
+from kvd.bench.plan import ANSWERS_A_STREAM, Point
 from kvd.bench.random_model import write_random_model
 from kvd.bench.running import Entry, Target
 from kvd.bench.sharing_server import SHARING, Sharing, SharingServer
@@ -102,7 +102,7 @@ class Sweep:
                 return [Entry(Point("shared-prefix", self.prefix_tokens, self.output_tokens, 2, 4, n=self.width))]
             case "speculation":
                 return [
-                    Entry(Point(scenario, 0, self.output_tokens * 2, streams, streams * math.ceil(FEWEST_STREAMS / streams)))
+                    Entry(Point(scenario, 0, self.output_tokens * 2, streams, streams * ANSWERS_A_STREAM))
                     for streams in self.values
                     for scenario in ("repetitive", "random")
                 ]

@@ -43,6 +43,7 @@ def test_acceptance_is_told_where_something_was_drafted():
     point = Point("repetitive", 0, 40, 2, 4)
     metrics = run(repetitive, point, Drafting()).metrics
     assert (metrics["acceptance"], metrics["from_drafts"]) == (0.75, 3 / 40)
+    assert 0 < metrics["answer_s"] <= metrics["answer_max_s"]
     assert not {"acceptance", "from_drafts"} & run(repetitive, point, ScriptedServer()).metrics.keys()
 
 
@@ -203,9 +204,11 @@ def rates(*values, **others):
 
 def test_the_page_has_ratios_with_their_spread_and_acceptance():
     point = Point("repetitive", 0, 128, 8, 8)
-    text = generation_page(made(point, {"off": rates(100, 100), "auto": rates(150, 170, acceptance=0.5, from_drafts=0.25)}))
-    assert "| repetitive | 8 | auto | 160 (150 to 170) | 1.60 (1.50 to 1.70) | 0.5 (0.5 to 0.5) | 0.25 (0.25 to 0.25) |" in text
-    assert "| repetitive | 8 | off | 100 (100 to 100) |  | - | - |" in text
+    text = generation_page(
+        made(point, {"off": rates(100, 100, answer_s=2.0, answer_max_s=3.0), "auto": rates(150, 170, acceptance=0.5, from_drafts=0.25)})
+    )
+    assert "| repetitive | 8 | auto | 160 (150 to 170) | 1.60 (1.50 to 1.70) | 0.5 (0.5 to 0.5) | 0.25 (0.25 to 0.25) | - | - |" in text
+    assert "| repetitive | 8 | off | 100 (100 to 100) |  | - | - | 2 (2 to 2) | 3 (3 to 3) |" in text
     assert "## Streams beside" not in text
     assert "answered differently" not in text
     assert "/some/where" not in text
