@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,31 +24,17 @@ from transformers.generation.utils import GenerationMixin
 from kvd.cache.hashing import Namespace
 from kvd.cache.manager import BlockTable, CacheManager, CopyOnWrite, CostPolicy
 from kvd.executor.kv_pool import KvPool, row_bytes
+from kvd.integrations.errors import KvdCacheError, PoolFullError
+from kvd.integrations.generate_options import Generation, has_guessed_padding, special_token
 from kvd.integrations.kv_slots import Slots
+from kvd.integrations.model_shape import shape_of
+from kvd.integrations.passes import WatchedCache, check_places, tokens_of, watch
 from kvd.types import TOKEN_BYTES, PackedTokens, pack_tokens
 
 _DEFAULT_MEMORY = 1 << 30
-_ATTENTION = frozenset({"full_attention", "sliding_attention"})
-_ROPES_OF_LENGTH = frozenset({"dynamic", "longrope"})
+__all__ = ["KvdCache", "KvdCacheError", "KvdPool", "PoolFullError"]
 _CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 """As this release of transformers calls it."""
-
-
-class KvdCacheError(Exception):
-    """The cache can't do what is asked of it; the message says what to do."""
-
-
-class PoolFullError(KvdCacheError):
-    """Living caches hold every block."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    num_kept: int
-    """Layers that bring keys and values of their own, the first ones: the others use theirs."""
 
 
 class KvdPool:
@@ -68,7 +53,7 @@ class KvdPool:
 
     def __init__(self, model: Any, *, kv_memory: int = _DEFAULT_MEMORY, block_size_tokens: int = 16) -> None:
         self._model = model
-        shape = _shape_of(model.config)
+        shape = shape_of(model.config)
         block_bytes = row_bytes(shape, model.dtype, block_size_tokens)
         num_blocks = kv_memory // block_bytes
         if num_blocks < 2:
@@ -80,6 +65,7 @@ class KvdPool:
         self.tables = CacheManager(
             num_blocks=num_blocks, block_size_tokens=block_size_tokens, free_watermark=1.0, policy=CostPolicy(num_blocks, block_size_tokens)
         )
+        self.watched = watch(model)
 
     def cache(
         self, input_ids: torch.Tensor | Sequence[Sequence[int]], attention_mask: torch.Tensor | None = None, *, salt: bytes = b""
@@ -93,9 +79,9 @@ class KvdPool:
 
         Raises:
             PoolFullError: living caches leave too few blocks, or the pool is smaller than a prompt.
-            KvdCacheError: padding that is not on the left; no mask, and a token that ``generate`` would take for padding.
+            KvdCacheError: padding that is not on the left; nothing but padding; no mask, and a token that ``generate`` would take for padding.
         """
-        if attention_mask is None and _has_guessed_padding(torch.as_tensor(input_ids), self._model, {}):
+        if attention_mask is None and has_guessed_padding(torch.as_tensor(input_ids), self._model, {}):
             raise KvdCacheError(
                 "the pad token is in a prompt: say with attention_mask, here and to generate, what is padding (all ones: nothing)"
             )
@@ -104,16 +90,24 @@ class KvdPool:
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, salt: bytes = b"", **options: Any) -> Any:
         """``model.generate`` over a cache of this pool, which afterwards holds prompts and answers.
 
-        Assisted generation (an ``assistant_model``, ``prompt_lookup_num_tokens``) of transformers takes no cache that holds something already: there the prompt is computed.
-        Without a mask the pad token is padding, as in transformers' own.
+        Assisted generation (an ``assistant_model``, ``prompt_lookup_num_tokens``, ``assistant_early_exit``) of transformers takes no cache that holds something already:
+        there the prompt is computed. With ``use_cache=False``, here or in a generation config, it is ``model.generate``, and the pool stays as it is. Without a mask the pad
+        token is padding, as in transformers' own.
+
+        Raises:
+            PoolFullError: living caches leave too few blocks, or the pool is smaller than a prompt.
+            KvdCacheError: an option that makes keys and values depend on more than ``input_ids``, or that is not known not to; prompts that ``cache`` refuses.
         """
+        generation = Generation.of(self._model, options)
+        if not generation.uses_cache:
+            return self._model.generate(input_ids, attention_mask=attention_mask, **options)
         if attention_mask is None:
-            is_guessed = _has_guessed_padding(input_ids, self._model, options)
+            is_guessed = has_guessed_padding(input_ids, self._model, options)
             attention_mask = (
-                (input_ids != _special(self._model, options, "pad_token_id")).long() if is_guessed else torch.ones_like(input_ids)
+                (input_ids != special_token(self._model, options, "pad_token_id")).long() if is_guessed else torch.ones_like(input_ids)
             )
         with self.cache(input_ids, attention_mask, salt=salt) as cache:
-            if _is_assisted(self._model, options):
+            if generation.passes_all:
                 cache.reset()
             output = self._model.generate(input_ids, attention_mask=attention_mask, **{_CACHE_ARGUMENT: cache}, **options)
             cache.store(output if isinstance(output, torch.Tensor) else output.sequences)
@@ -136,7 +130,7 @@ class KvdPool:
         self.tables.take_events()
 
 
-class KvdCache(Cache):
+class KvdCache(Cache, WatchedCache):
     """One call's keys and values, a block table for each row. Made by ``KvdPool.cache``; used by one thread.
 
     It grows, is cropped, reordered and repeated as transformers' caches are: rows that were one share their blocks until one of them writes. ``close`` it (or use a ``with``
@@ -152,6 +146,8 @@ class KvdCache(Cache):
         self._written = [0] * self._num_layers
         self._is_begun = False
         """Whether a layer has brought keys and values."""
+        self._announced = (0, 0)
+        """The positions, from and to, of the last pass that was seen to begin."""
         self._slots = Slots.empty(pool.blocks.device)
         self.layers: list[Any] = [_PagedLayer(self, index) for index in range(self._num_layers)]
         self.layer_class_to_replicate = None
@@ -168,6 +164,7 @@ class KvdCache(Cache):
         self._written = [past] * self._num_layers
         for row in self._rows:
             self._pool.tables.truncate(row.table, max(0, past - row.num_padding))
+            row.seen = row.known[: max(0, past - row.num_padding) * TOKEN_BYTES]
 
     def __enter__(self) -> Self:
         return self
@@ -190,7 +187,7 @@ class KvdCache(Cache):
         Nothing to do after beam search, which leaves rows in an order of its own: the prompts' blocks are kept without being told.
 
         Raises:
-            KvdCacheError: these are not this cache's prompts.
+            KvdCacheError: these are not this cache's prompts, or not the tokens that the model was given.
         """
         if self._is_permuted or len(sequences) != len(self._rows):
             return
@@ -198,6 +195,9 @@ class KvdCache(Cache):
             known = pack_tokens(token_ids[row.num_padding :])
             if known[: len(row.known)] != row.known:
                 raise KvdCacheError("store: a sequence does not begin with its row's prompt")
+            length = min(len(known), len(row.seen))
+            if known[:length] != row.seen[:length]:
+                raise KvdCacheError("store: a sequence is not what the model was given")
             row.known = known
         self._record()
 
@@ -213,6 +213,32 @@ class KvdCache(Cache):
 
     # ---------------------------------------------------------------------------------------- what transformers calls
 
+    def begin_pass(self, model: torch.nn.Module, inputs: Mapping[str, Any]) -> None:
+        """The pool's model is about to compute from these inputs.
+
+        Raises:
+            KvdCacheError: keys and values would not be those of the prompts' tokens at their places; the whole prompt, of which some is there already.
+        """
+        if model is not self._pool.watched:
+            return
+        input_ids = tokens_of(model, inputs)
+        self._expect_rows(len(input_ids))
+        start, num_new = self.get_seq_length(), input_ids.shape[1]
+        self._expect_rest(start, num_new)
+        check_places(model, inputs, start, [row.num_padding for row in self._rows])
+        for index, (row, token_ids) in enumerate(zip(self._rows, input_ids.tolist(), strict=True)):
+            offset = start - row.num_padding
+            seen = row.seen[: max(0, offset) * TOKEN_BYTES]
+            if len(seen) == max(0, offset) * TOKEN_BYTES:  # else the model was not seen to compute what is before
+                seen += pack_tokens(token_ids[max(0, -offset) :])
+            length = min(len(seen), len(row.known))
+            if seen[:length] != row.known[:length]:
+                raise KvdCacheError(
+                    f"row {index}: the pass brings other tokens than the prompt that the cache was made for: make one for these"
+                )
+            row.seen = seen
+        self._announced = (start, start + num_new)
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,16 +250,14 @@ class KvdCache(Cache):
         """
         self._check(key_states, value_states, layer_idx)
         start = self._written[layer_idx]
-        if start and not self._is_begun and key_states.shape[2] >= self._prompt_length:
-            raise KvdCacheError(
-                f"the first forward pass brings the whole prompt, of which the cache holds {start} positions already: pass what follows these, "
-                "or reset() the cache (assisted generation passes everything)"
-            )
+        self._expect_rest(start, key_states.shape[2])
         end = start + key_states.shape[2]
         if layer_idx == 0 and min(self._written[: self._pool.num_kept_layers]) < start:
             raise KvdCacheError(
                 "the last forward pass was interrupted, or left layers out: reset() the cache, or crop() it to what was there before"
             )
+        if layer_idx == 0 and self._announced != (start, end):
+            self._forget(start)
         if end > self._slots.end:
             self._record()
             self._make_room(end)
@@ -318,24 +342,31 @@ class KvdCache(Cache):
             if num_tokens < row.table.num_tokens:
                 self._pool.tables.truncate(row.table, num_tokens)
             row.known = row.known[: num_tokens * TOKEN_BYTES]
+        self._forget(length)
         self._written = [min(length, written) for written in self._written]
         self._slots = Slots.empty(self._pool.blocks.device)
+
+    def _forget(self, length: int) -> None:
+        """Nobody saw what positions from this one on were computed from."""
+        for row in self._rows:
+            row.seen = row.seen[: max(0, length - row.num_padding) * TOKEN_BYTES]
+        self._announced = (0, 0)
 
     def _select(self, indices: list[int]) -> None:
         self._record()
         tables = self._pool.tables
-        rows = [_Row(tables.fork(self._rows[index].table), self._rows[index].known, self._rows[index].num_padding) for index in indices]
+        rows = [self._rows[index].fork(tables) for index in indices]
         for row in self._rows:
             tables.release(row.table)
         self._rows = rows
         self._slots = Slots.empty(self._pool.blocks.device)
 
     def _record(self) -> None:
-        """What every layer has computed, and whose tokens are known, can be found by others."""
+        """What every layer was seen to compute, and whose tokens are known, can be found by others."""
         # of a pass that was interrupted the later layers lack what the first ones have
         length = min(self._written[: self._pool.num_kept_layers])
         for row in self._rows:
-            num_known = min(length - row.num_padding, len(row.known) // TOKEN_BYTES)
+            num_known = min(length - row.num_padding, min(len(row.known), len(row.seen)) // TOKEN_BYTES)
             if num_known > 0:
                 self._pool.tables.record(row.table, row.known, num_known)
 
@@ -361,9 +392,19 @@ class KvdCache(Cache):
                     f"layer {layer_idx} has {states.shape[1]} heads of {states.shape[3]} values in {states.dtype}; "
                     f"the pool was made for {wanted[0]} of {wanted[1]} in {blocks.dtype}: models whose layers differ are not served"
                 )
+        self._expect_rows(len(key_states))
+
+    def _expect_rest(self, start: int, num_new: int) -> None:
+        """The first pass brings what the cache lacks."""
+        if start and not self._is_begun and num_new >= self._prompt_length:
+            raise KvdCacheError(
+                f"the first forward pass brings the whole prompt, of which the cache holds {start} positions already: pass what follows these, "
+                "or reset() the cache (assisted generation passes everything)"
+            )
+
+    def _expect_rows(self, num_rows: int) -> None:
         if not self._rows:
             raise KvdCacheError("this cache was closed")
-        num_rows = key_states.shape[0]
         if num_rows > len(self._rows) and num_rows % len(self._rows) == 0:  # beams, or several answers to a prompt
             self.batch_repeat_interleave(num_rows // len(self._rows))
         if num_rows != len(self._rows):
@@ -384,14 +425,19 @@ class KvdCache(Cache):
 
 
 class _Row:
-    """A sequence: its blocks, the tokens that are known of it, and how much padding stands before it."""
+    """A sequence: its blocks, the tokens that its maker says are its, those that its keys and values were seen computed from, and how much padding stands before it."""
 
-    __slots__ = ("known", "num_padding", "table")
+    __slots__ = ("known", "num_padding", "seen", "table")
 
-    def __init__(self, table: BlockTable, known: PackedTokens, num_padding: int) -> None:
+    def __init__(self, table: BlockTable, known: PackedTokens, num_padding: int, seen: PackedTokens = b"") -> None:
         self.table = table
         self.known = known
         self.num_padding = num_padding
+        self.seen = seen
+
+    def fork(self, tables: CacheManager) -> _Row:
+        """Another row that goes on from the same blocks."""
+        return _Row(tables.fork(self.table), self.known, self.num_padding, self.seen)
 
 
 class _PagedLayer:
@@ -431,40 +477,6 @@ class _PagedLayer:
         return -1
 
 
-def _shape_of(config: Any) -> _Shape:
-    text = config.get_text_config(decoder=True)
-    kinds = set(getattr(text, "layer_types", None) or ())
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    num_heads = getattr(text, "num_attention_heads", None)
-    if getattr(config, "is_encoder_decoder", False) or not kinds <= _ATTENTION or not num_heads:
-        raise KvdCacheError("only decoders whose every layer keeps a key and a value for each position are served")
-    if rope.get("rope_type", rope.get("type")) in _ROPES_OF_LENGTH:
-        raise KvdCacheError("the model's rotary angles depend on how long a sequence becomes: what one prompt computed is not another's")
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-    num_layers = text.num_hidden_layers
-    return _Shape(num_layers, num_kv_heads, head_dim, num_layers - (getattr(text, "num_kv_shared_layers", None) or 0))
-
-
-def _is_assisted(model: Any, options: dict[str, Any]) -> bool:
-    config = options.get("generation_config") or model.generation_config
-    return options.get("assistant_model") is not None or bool(
-        options.get("prompt_lookup_num_tokens") or getattr(config, "prompt_lookup_num_tokens", None)
-    )
-
-
-def _special(model: Any, options: dict[str, Any], name: str) -> Any:
-    """``pad_token_id`` or ``eos_token_id`` (one or several) as ``generate`` with these options knows it; None: there is none."""
-    given = options.get(name)
-    return given if given is not None else getattr(options.get("generation_config") or model.generation_config, name)
-
-
-def _has_guessed_padding(input_ids: torch.Tensor, model: Any, options: dict[str, Any]) -> bool:
-    """Whether ``generate`` without a mask takes some of these tokens for padding."""
-    pad, eos = _special(model, options, "pad_token_id"), _special(model, options, "eos_token_id")
-    return pad is not None and pad not in (eos if isinstance(eos, list) else [eos]) and bool((input_ids == pad).any())
-
-
 def _prompts_of(input_ids: torch.Tensor | Sequence[Sequence[int]], attention_mask: torch.Tensor | None) -> tuple[list[list[int]], int]:
     """Each row's tokens without its padding, and the length of all with it."""
     rows = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else [list(row) for row in input_ids]
@@ -476,5 +488,7 @@ def _prompts_of(input_ids: torch.Tensor | Sequence[Sequence[int]], attention_mas
         num_padding = mask.count(0)
         if any(mask[:num_padding]):
             raise KvdCacheError("padding inside or after a prompt: pad on the left (tokenizer.padding_side = 'left')")
+        if num_padding == length > 0:
+            raise KvdCacheError("a prompt of nothing but padding")
         prompts.append(row[num_padding:])
     return prompts, length

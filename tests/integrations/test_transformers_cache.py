@@ -6,42 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DynamicCache,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-    T5Config,
-)
+from tiny_models import CONFIGS, GREEDY, KV, draw, make, own, padded
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, MambaConfig, Qwen3Config, T5Config
 
 from kvd.integrations.transformers import _CACHE_ARGUMENT, KvdCacheError, KvdPool, PoolFullError
 
 pytestmark = [pytest.mark.torch, pytest.mark.oracle]
-
-TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256, "vocab_size": 97}
-KV = {**TINY, "intermediate_size": 48, "num_key_value_heads": 2}
-CONFIGS = {
-    "llama": LlamaConfig(**KV),
-    "qwen2": Qwen2Config(**KV),
-    "qwen3": Qwen3Config(**KV, head_dim=16),
-    "mistral-window": MistralConfig(**KV, sliding_window=12),
-    "gemma2": Gemma2Config(**KV, head_dim=8, sliding_window=16),
-    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=0, eos_token_id=1),
-}
-GREEDY = {"max_new_tokens": 6, "do_sample": False}
-
-
-def make(config):
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 1
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -55,23 +25,6 @@ def pool(llama):
     yield pool
     pool.tables.check_invariants()
     assert pool.stats()["used_blocks"] == 0
-
-
-def draw(seed, *shape):
-    return torch.randint(2, 97, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def own(model, input_ids, **options):
-    return model.generate(input_ids, **{**GREEDY, **options})
-
-
-def padded(prompts):
-    length = max(len(prompt) for prompt in prompts)
-    ids = torch.zeros((len(prompts), length), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, length - len(prompt) :], mask[row, length - len(prompt) :] = prompt, 1
-    return ids, mask
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -171,9 +124,10 @@ def test_an_interrupted_pass_leaves_nothing_behind(llama, pool, place):
 def test_layers_that_use_another_ones_keys_do_not_count():
     """As Gemma 3n's and 4's last ones do."""
     config = LlamaConfig(**{**KV, "num_hidden_layers": 3}, num_kv_shared_layers=1)
-    pool = KvdPool(make(config), kv_memory=2 << 20)
+    pool = KvdPool(model := make(config), kv_memory=2 << 20)
     states = torch.ones(1, 2, 33, 8)
     with pool.cache(prompt := draw(5, 1, 33)) as cache:
+        cache.begin_pass(model, {"input_ids": prompt})
         for layer in (0, 1):
             cache.update(states, states, layer)
     assert pool.cache(prompt).get_seq_length() == 32
