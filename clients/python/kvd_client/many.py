@@ -30,7 +30,7 @@ def prompt_bodies(prompts: Sequence[Prompt | ChatMessages], max_in_flight: int) 
 
 
 def _is_chat(prompt: Prompt | ChatMessages) -> bool:
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def complete_all(

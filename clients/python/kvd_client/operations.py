@@ -146,7 +146,7 @@ def tokenize(prompt: str | None, messages: ChatMessages | None, template_args: M
 
 
 def detokenize(token_ids: Sequence[int]) -> Operation:
-    _, body = prompt_body(list(token_ids))
+    _, body = prompt_body(token_ids)
     return Operation(Detokenize(op_id=_NO_ID), (body,))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from kvd_client.errors import BadRequest
 from kvd_client.protocol import codec
 from kvd_client.protocol.codes import Code
+from kvd_client.token_ids import checked_ids
 
 _IDS = ("allowed_token_ids", "banned_token_ids")
 
@@ -26,7 +27,7 @@ def take_rules(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
         for name in _IDS:
             if name in sampling:
                 ids = sampling[name]
-                sampling[name] = () if ids is None else tuple(ids)
+                sampling[name] = () if ids is None else tuple(checked_ids(ids))
                 if name == "allowed_token_ids" and ids is not None and not sampling[name]:
                     raise BadRequest(
                         "allowed_token_ids is empty: no token could be sampled; leave it out where any may be", code=Code.BAD_REQUEST
@@ -38,6 +39,18 @@ def take_rules(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
         raise BadRequest(
             f"logit_bias, allowed_token_ids, banned_token_ids or bad_words can't be sent: {error}", code=Code.BAD_REQUEST
         ) from error
+
+
+def take_stop_ids(fields: dict[str, Any]) -> tuple[int, ...]:
+    """Take ``stop_token_ids`` out of ``fields``.
+
+    Raises:
+        BadRequest: they can't be sent.
+    """
+    try:
+        return tuple(checked_ids(fields.pop("stop_token_ids", ())))
+    except TypeError as error:
+        raise BadRequest(f"stop_token_ids can't be sent: {error}", code=Code.BAD_REQUEST) from error
 
 
 def take_tools(fields: dict[str, Any]) -> tuple[bool, tuple[bytes, ...]]:

@@ -10,11 +10,12 @@ from kvd_client.choosing import take_beam
 from kvd_client.constraining import take_constraint
 from kvd_client.drafting import take_speculation
 from kvd_client.errors import BadRequest, TooLarge
-from kvd_client.output_options import take_rules, take_tools
+from kvd_client.output_options import take_rules, take_stop_ids, take_tools
 from kvd_client.protocol import codec
 from kvd_client.protocol.codes import Code
 from kvd_client.protocol.messages import Forget, Generate, Message, Pin, Sampling, Tokenize
 from kvd_client.results import pack_tokens
+from kvd_client.token_ids import checked_ids
 
 ChatMessages = Sequence[Mapping[str, Any]]
 """``{"role": "system" | "user" | "assistant" | …, "content": str, …}`` maps, oldest first."""
@@ -133,6 +134,7 @@ def generate_message(input_kind: str, *, stream: bool, options: GenerateOptions)
     constraint, _ = take_constraint(fields)
     tools, _ = take_tools(fields)
     take_rules(sampling, fields)
+    stop_token_ids = take_stop_ids(fields)
     n = fields.get("n", 1)
     for name, value in (("n", n), ("window_tokens", window_tokens)):
         if not isinstance(value, int):
@@ -145,7 +147,7 @@ def generate_message(input_kind: str, *, stream: bool, options: GenerateOptions)
             input=input_kind,
             sampling=Sampling(**sampling),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_token_ids=tuple(fields.pop("stop_token_ids", ())),
+            stop_token_ids=stop_token_ids,
             beam=take_beam(fields),
             speculation=take_speculation(fields),
             constraint=constraint,
@@ -218,7 +220,7 @@ def prompt_body(prompt: Prompt | None, messages: ChatMessages | None = None) -> 
 
     Raises:
         TypeError: both or neither are given.
-        BadRequest: they can't be sent.
+        BadRequest: they can't be sent. Bytes are neither text nor ids, and neither floats nor truth values are ids.
     """
     if (prompt is None) == (messages is None):
         raise TypeError("give either a prompt or messages")
@@ -226,7 +228,7 @@ def prompt_body(prompt: Prompt | None, messages: ChatMessages | None = None) -> 
         if isinstance(prompt, str):
             return "text", prompt.encode()
         if prompt is not None:
-            return "ids", pack_tokens(prompt)
+            return "ids", pack_tokens(checked_ids(prompt))
         assert messages is not None
         return "messages", codec.pack_body([dict(message) for message in messages])
     except (UnicodeEncodeError, OverflowError, TypeError, ValueError, RecursionError) as error:
