@@ -49,6 +49,8 @@ class TextJob:
     """To be tokenised besides."""
     echo: bool = False
     """Whether the text of the ids is wanted, too."""
+    is_continued: bool = True
+    """Whether the output's text goes on where that ends: then the output finishes a character that the ids leave unfinished."""
 
     @property
     def num_bytes(self) -> int:
@@ -98,8 +100,9 @@ def _run(job: TextJob, text: Text, date: str) -> TextResult:
     if job.bad_words:
         result = replace(result, bad_words=_spellings(job.bad_words, text))
     if job.echo:
-        # not flushed: a character that the prompt leaves unfinished is the output's to finish
-        result = replace(result, echo=text.detokenizer(()).push(unpack_tokens(result.token_ids)))
+        detokenizer = text.detokenizer(())
+        echo = detokenizer.push(unpack_tokens(result.token_ids))
+        result = replace(result, echo=echo if job.is_continued else echo + detokenizer.flush())
     return result
 
 

@@ -250,7 +250,11 @@ class Requests:
         hello, text = self._edge.require_ready()
         if client.num_open >= config.max_requests_per_client:
             limit = config.max_requests_per_client
-            raise RequestError(ErrorCode.OVERLOADED, f"a client may have {limit} requests and operations", retry_after_s=RETRY_AFTER_S)
+            raise RequestError(
+                ErrorCode.OVERLOADED,
+                f"a client may have {limit} requests and operations (max_requests_per_client)",
+                retry_after_s=RETRY_AFTER_S,
+            )
         check_generate(message, max_choices=hello.max_choices, max_stop_strings=config.max_stop_strings, vocab_size=hello.vocab_size)
         if len(bodies) != num_bodies(message):
             raise bad_request(f"generate has {len(bodies)} body frames; it must have {num_bodies(message)}")
@@ -286,6 +290,7 @@ class Requests:
                     keep_tokens=keep_tokens(message, hello.max_model_len),
                     bad_words=message.bad_words,
                     echo=message.echo,
+                    is_continued=message.text and not message.constraint,
                 )
             )
             client.num_text_jobs += 1

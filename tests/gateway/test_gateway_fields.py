@@ -86,7 +86,7 @@ def test_what_may_come_out_and_what_is_told_of_the_prompt():
     assert chat_options(chat(tools=[tool], tool_choice="none")) == {}
     assert completion_options(completion(echo=True, max_tokens=3)) == {"echo": True, "max_tokens": 3}
     scored = completion_options(completion(echo=True, max_tokens=0, logprobs=1))
-    assert scored == {"echo": True, "max_tokens": 1, "logprobs": 1, "prompt_logprobs": 1}
+    assert scored == {"echo": True, "max_tokens": 1, "text": False, "logprobs": 1, "prompt_logprobs": 1}
 
 
 @pytest.mark.parametrize(
