@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -9,6 +10,14 @@ import torch
 
 _one_at_a_time = threading.Lock()
 """Else one thread takes another's number, which stands for a moment, for the process's, and leaves it behind."""
+
+
+def _after_fork() -> None:
+    global _one_at_a_time  # noqa: PLW0603  a thread of the parent may hold it
+    _one_at_a_time = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def compute_here_with(num_threads: int) -> None:

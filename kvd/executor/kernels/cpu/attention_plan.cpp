@@ -5,6 +5,8 @@
 // Splitting one long context over threads is Flash-Decoding (Dao et al. 2023). Here all of them merge the same tiles in the same order.
 #include "attention_plan.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <mutex>
 #include <stdexcept>
@@ -84,6 +86,9 @@ private:
 
     static std::mutex& mutex() {
         static std::mutex mutex;
+        // Whoever else holds it is not in a forked child, which could wait for it for ever.
+        static const int watched = pthread_atfork([] { RecordMemory::mutex().lock(); }, [] { RecordMemory::mutex().unlock(); }, [] { RecordMemory::mutex().unlock(); });
+        (void)watched;
         return mutex;
     }
     static std::vector<std::vector<float>>& kept() {

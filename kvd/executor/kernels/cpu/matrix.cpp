@@ -4,6 +4,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -114,10 +115,17 @@ struct Chunk {
     Chunk& operator=(const Chunk&) = delete;
 };
 
+std::mutex& one_at_a_time() {
+    static std::mutex mutex;
+    // Whoever else holds it is not in a forked child, which could wait for it for ever.
+    static const int watched = pthread_atfork([] { one_at_a_time().lock(); }, [] { one_at_a_time().unlock(); }, [] { one_at_a_time().unlock(); });
+    (void)watched;
+    return mutex;
+}
+
 std::pair<std::shared_ptr<void>, uint8_t*> zeroed_memory(size_t size) {
-    static std::mutex one_at_a_time;
     static std::weak_ptr<Chunk> last;  // it goes with its last matrix
-    const std::lock_guard lock(one_at_a_time);
+    const std::lock_guard lock(one_at_a_time());
     auto chunk = last.lock();
     if (!chunk || chunk->size - chunk->used < size) last = chunk = std::make_shared<Chunk>(size);
     uint8_t* data = chunk->begin + chunk->used;

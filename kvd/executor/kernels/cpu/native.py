@@ -85,6 +85,16 @@ _pools: dict[int, Any] = {}
 _pools_lock = threading.Lock()  # weights may be packed on a thread of their own
 
 
+def _after_fork() -> None:
+    """The pool's threads stayed with the parent: the child makes a pool of its own. (What holds the parent's computes on the calling thread.)"""
+    global _pools_lock  # noqa: PLW0603  the parent may hold it
+    _pools_lock = threading.Lock()
+    _pools.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def pool(num_threads: int | None = None) -> Any:
     """The process's pool of ``num_threads`` (the caller counts; None: those of the pool that is there, else ``compute_threads(0)``)."""
     with _pools_lock:
