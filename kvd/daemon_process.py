@@ -18,18 +18,10 @@ import structlog
 
 from kvd.config import ConfigError, DaemonConfig
 from kvd.daemon import EXIT_SOFTWARE, Daemon
-from kvd.executor.models.spec import ModelError
 from kvd.observe.notify import Notifier
-from kvd.storage.errors import (
-    DiskFaultError,
-    EncryptionKeyError,
-    RecipesUnreadableError,
-    StateDirError,
-    StateLockedError,
-    UnknownFormatError,
-)
-from kvd.text.errors import TextError
-from kvd.transport.errors import EndpointError, EndpointInUseError
+from kvd.start_errors import TEMPORARY, as_config_error
+from kvd.storage.errors import DiskFaultError, StateLockedError
+from kvd.transport.errors import EndpointInUseError
 
 EXIT_IO = 74
 EXIT_TEMPORARY = 75
@@ -90,12 +82,15 @@ def _raise_descriptor_limit() -> None:
 def _run(daemon: Daemon) -> int:
     try:
         return daemon.run()
-    except (StateLockedError, EndpointInUseError, DiskFaultError) as error:
+    except TEMPORARY as error:
         event, code = _TEMPORARY_ENDS[type(error)]
         structlog.get_logger("daemon").error(event, error=str(error))
         return code
-    except (StateDirError, UnknownFormatError, RecipesUnreadableError, EncryptionKeyError, EndpointError, ModelError, TextError) as error:
-        raise ConfigError(str(error)) from error
+    except Exception as error:
+        wrong = as_config_error(error)
+        if wrong is None or wrong is error:
+            raise
+        raise wrong from error
 
 
 class ProcessDaemon(Daemon):

@@ -298,7 +298,7 @@ class _ProcessFrontend:
                 commands = self._decode_each(message)
             for command in commands:
                 if not self._inbox.put(command):  # the child's own inbox had room
-                    self._outbox.put([_refusal(command, ErrorCode.OVERLOADED, "too many commands wait for the engine")])
+                    self._outbox.put([_refusal(command, ErrorCode.OVERLOADED, "too many commands wait for the engine (inbox_capacity)")])
         if not self._is_ending.is_set():
             status = self._wait_for_child()
             self._log.error("frontend_died", status=status)

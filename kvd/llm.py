@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 import queue
+import re
 import shutil
 import tempfile
 import threading
@@ -17,13 +18,16 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeGuard, Unpack, cast
 
 from kvd_client.calls import Call, Delivery
 from kvd_client.client import Client
-from kvd_client.errors import BadRequest, ClientClosed, KvdError, Overloaded, Timeout
+from kvd_client.errors import ClientClosed, DeadlineExceeded, KvdError, Overloaded, QueueTimeout, Timeout
 from kvd_client.protocol.codes import Code
 from kvd_client.requests import ChatMessages, GenerateOptions, Prompt, generation_call, prompt_body
 from kvd_client.results import Completion
@@ -35,6 +39,7 @@ from kvd.observe.logging import configure_embedded
 from kvd.observe.progress import Progress
 from kvd.settings.loader import from_arguments
 from kvd.settings.model_store import resolve_model
+from kvd.start_errors import as_config_error
 from kvd.transport.embedded import NAME, EmbeddedEdge
 
 Input = Prompt | ChatMessages
@@ -44,11 +49,27 @@ _OVER_A_SOCKET = frozenset({"listen", "frontend", "curve_key_file", "curve_clien
 """Settings without a meaning here."""
 _QUEUED_PER_RUNNING = 4
 """Requests handed over at once, for each that can run: enough that no place is empty, few enough that nobody is refused."""
+_PLACES = frozenset(
+    {"max_waiting", "max_waiting_constraints", "max_requests_per_client", "max_text_jobs", "max_text_bytes", "inbox_capacity"}
+)
+"""The settings which a refusal names that another request's end takes back: there was no place."""
+_REFUSED_FOR = re.compile(r"\((?:\w+\.)?(\w+)\)$")
+_MOST_REFUSALS = 3
+"""Of a request that is ``overloaded`` for another reason."""
 _STOP_S = 60.0
 _POLL_S = 0.1
 
 _native_engines = threading.Lock()
 """The native kernels of a process share one pool of threads, which computes for one engine."""
+
+
+def _after_fork() -> None:
+    """The engine and its threads stayed with the parent: the child may have one of its own."""
+    global _native_engines  # noqa: PLW0603  a lock that the parent holds is never given back here
+    _native_engines = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class EngineStoppedError(Exception):
@@ -58,7 +79,8 @@ class EngineStoppedError(Exception):
 class LLM:
     """A model, its KV pool and everything around them, for this process alone.
 
-    Making one takes as long as the weights take to load. Use it in a ``with`` block, or ``close`` it. All methods may be called from any thread. It does not survive ``fork``.
+    Making one takes as long as the weights take to load. Use it in a ``with`` block, or ``close`` it. All methods may be called from any thread. Over a ``fork`` it stays with the
+    parent; the child may make one of its own, except on a GPU (there start it with ``spawn``).
 
     Args:
         model: a pulled model's name, a GGUF file or a Hugging Face directory; empty: the default model, smollm2.
@@ -126,7 +148,8 @@ class LLM:
             The answers in the order of the prompts.
 
         Raises:
-            KvdError: of the first prompt that failed, by its class (:mod:`kvd_client.errors`); ``add_note`` says which. The others are aborted.
+            KvdError: of the first prompt that failed, by its class (:mod:`kvd_client.errors`); ``add_note`` says which. The others are aborted. A prompt for which there
+                is no place comes again by itself when there is one; its ``queue_timeout_s`` and ``deadline_s`` count from when it was first handed over.
             Timeout: the time is over.
             EngineStoppedError: there is no engine (any more).
         """
@@ -141,7 +164,8 @@ class LLM:
         try:
             return batch.run(self._max_open, bar, time.monotonic() + timeout_s)
         except ClientClosed as error:
-            raise self._engine.stopped() from error
+            stopped = self._engine.stopped(error)
+            raise stopped from stopped.__cause__
         finally:
             batch.cancel()
             if bar is not None:
@@ -218,7 +242,8 @@ class _Engine:
         try:
             self.client.wait_ready()
         except KvdError as error:
-            raise self.stopped() from error
+            stopped = self.stopped(error)
+            raise stopped from stopped.__cause__
 
     def open(self, call: Call) -> None:
         self._edge.open(call)
@@ -226,17 +251,17 @@ class _Engine:
     def cancel(self, call: Call) -> None:
         self._edge.cancel(call)
 
-    def stopped(self) -> Exception:
-        """Why there is no engine."""
+    def stopped(self, told: KvdError) -> Exception:
+        """Why there is no engine, as its client was ``told``; its cause is what the engine ended with, if that is known."""
         if os.getpid() != self._pid:
             return EngineStoppedError("it belongs to the process that made it")
         if self._is_closed:
             return EngineStoppedError("it was closed")
         self._is_over.wait(_STOP_S)
-        if isinstance(self._error, ConfigError):
-            return self._error
+        if (wrong := as_config_error(self._error)) is not None:
+            return wrong
         stopped = EngineStoppedError(str(self._error) if self._error is not None else "the engine has died; its log says why")
-        stopped.__cause__ = self._error
+        stopped.__cause__ = self._error or told
         return stopped
 
     def close(self) -> None:
@@ -254,32 +279,76 @@ class _Engine:
             thread.join(_POLL_S)
 
 
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One prompt of a batch."""
+
+    index: int
+    value: Input
+    options: GenerateOptions
+    begun_s: float | None = None
+    """When it was first handed over: from then on its own times count."""
+    num_refusals: int = 0
+    """For other reasons than that there is no place."""
+
+    @property
+    def due_s(self) -> float:
+        """When the first of its own times is over, should it not begin to run."""
+        if self.begun_s is None:
+            return math.inf
+        return self.begun_s + min(self.options.get("deadline_s") or math.inf, self.options.get("queue_timeout_s") or math.inf)
+
+    def options_left(self, now_s: float) -> GenerateOptions:
+        """Its options, with what earlier tries have left of its times.
+
+        Raises:
+            DeadlineExceeded, QueueTimeout: nothing is left.
+        """
+        if self.begun_s is None:
+            self.begun_s = now_s
+            return self.options
+        waited_s, left = now_s - self.begun_s, self.options.copy()
+        if deadline_s := left.get("deadline_s"):
+            if waited_s >= deadline_s:
+                raise DeadlineExceeded("the request has not begun to run at the end of its deadline_s", code=Code.DEADLINE_EXCEEDED)
+            left["deadline_s"] = deadline_s - waited_s
+        if queue_timeout_s := left.get("queue_timeout_s"):
+            if waited_s >= queue_timeout_s:
+                message = "there was no place for the request within its queue_timeout_s"
+                raise QueueTimeout(message, code=Code.QUEUE_TIMEOUT, retryable=True)
+            left["queue_timeout_s"] = queue_timeout_s - waited_s
+        return left
+
+
 class _Batch:
     """The requests of one ``generate``: a bounded number is open at a time, and each of these puts its end into one queue."""
 
     def __init__(self, engine: _Engine, requests: Sequence[tuple[Input, GenerateOptions]]) -> None:
         self._engine = engine
-        self._ended: queue.SimpleQueue[tuple[int, Delivery]] = queue.SimpleQueue()
-        self._calls: dict[int, Call] = {}
-        self._pending = deque(enumerate(requests))
+        self._ended: queue.SimpleQueue[tuple[_Request, Delivery]] = queue.SimpleQueue()
+        self._calls: dict[_Request, Call] = {}
+        self._pending = deque(_Request(index, value, options) for index, (value, options) in enumerate(requests))
+        """Those that were refused a place come first."""
         self._results: list[Completion | None] = [None] * len(requests)
-        self._requests = requests
 
     def run(self, max_open: int, bar: Progress | None, deadline_s: float) -> list[Completion]:
         num_done = 0
         while num_done < len(self._results):
             while self._pending and len(self._calls) < max_open:
-                self._open(*self._pending.popleft(), deadline_s)
-            index, delivery = self._ended.get()
-            del self._calls[index]
-            if isinstance(delivery, Overloaded):
-                max_open = self._wait_a_little(index, delivery)
+                self._open(self._pending.popleft(), deadline_s)
+            try:
+                request, delivery = self._ended.get(timeout=self._patience_s())
+            except queue.Empty:
+                self._open(self._pending.popleft(), deadline_s)  # its own time is over, as that says
+                continue
+            del self._calls[request]
+            if isinstance(delivery, Overloaded) and self._comes_again(request, delivery):
+                max_open = self._wait_a_little(request, delivery, deadline_s)
                 continue
             if isinstance(delivery, KvdError):
-                delivery.add_note(f"prompt {index} of {len(self._results)}")
-                raise delivery
+                raise self._noted(request, delivery)
             assert isinstance(delivery, Completion), "a whole answer comes as one"
-            self._results[index] = delivery
+            self._results[request.index] = delivery
             num_done += 1
             if bar is not None:
                 bar.update(num_done, len(self._results))
@@ -291,23 +360,50 @@ class _Batch:
             self._engine.cancel(call)
         self._calls.clear()
 
-    def _open(self, index: int, request: tuple[Input, GenerateOptions], deadline_s: float) -> None:
-        value, options = request
-        is_chat = _is_conversation(value)
-        kind, body = prompt_body(None, cast("ChatMessages", value)) if is_chat else prompt_body(cast("Prompt", value))
-        call, _ = generation_call(kind, body, options, stream=False, deliver=lambda delivery: self._ended.put((index, delivery)))
-        call.timeout_s = deadline_s - time.monotonic()
+    def _noted(self, request: _Request, error: KvdError) -> KvdError:
+        error.add_note(f"prompt {request.index} of {len(self._results)}")
+        return error
+
+    def _open(self, request: _Request, deadline_s: float) -> None:
+        value, now_s = request.value, time.monotonic()
+        try:
+            kind, body = prompt_body(None, value) if _is_conversation(value) else prompt_body(cast("Prompt", value))
+            options = request.options_left(now_s)
+            call, _ = generation_call(kind, body, options, stream=False, deliver=lambda delivery: self._ended.put((request, delivery)))
+        except KvdError as error:
+            raise self._noted(request, error)  # noqa: B904  the same
+        call.timeout_s = deadline_s - now_s
         if call.timeout_s <= 0:
             raise Timeout("the time for the batch is over")
-        self._calls[index] = call
+        self._calls[request] = call
         self._engine.open(call)
 
-    def _wait_a_little(self, index: int, error: Overloaded) -> int:
+    def _comes_again(self, request: _Request, error: Overloaded) -> bool:
+        """Whether it is tried again: for a place as long as it takes, for another reason a few times, and never after a time of its own."""
+        if type(error) is not Overloaded:
+            return False
+        named = _REFUSED_FOR.search(str(error))
+        if named is None or named[1] not in _PLACES:
+            request.num_refusals += 1
+        return request.num_refusals < _MOST_REFUSALS
+
+    def _wait_a_little(self, request: _Request, error: Overloaded, deadline_s: float) -> int:
         """One too many is open: it comes again when others have ended. How many may be open."""
-        self._pending.appendleft((index, self._requests[index]))
+        self._pending.appendleft(request)
         if not self._calls:
-            time.sleep(max(_POLL_S, error.retry_after_s))
+            until_s = min(time.monotonic() + max(_POLL_S, error.retry_after_s), request.due_s, deadline_s)
+            time.sleep(max(0.0, until_s - time.monotonic()))
         return max(1, len(self._calls))
+
+    def _patience_s(self) -> float | None:
+        """Until the time of one that waits for a place is over; that one is then the next."""
+        refused = takewhile(lambda request: request.begun_s is not None, self._pending)
+        first = min(refused, key=lambda request: request.due_s, default=None)
+        if first is None or first.due_s == math.inf:
+            return None
+        self._pending.remove(first)
+        self._pending.appendleft(first)
+        return max(0.0, first.due_s - time.monotonic())
 
 
 def _arguments(model: str, state_dir: str | Path | None, settings: Mapping[str, Any]) -> dict[str, object]:
@@ -339,13 +435,8 @@ def _is_conversation(value: object) -> TypeGuard[ChatMessages]:
 
 
 def _inputs(prompts: Input | Sequence[Input]) -> list[Input]:
-    """One input or several: a text, a list of ids and a list of messages are one."""
-    if isinstance(prompts, str) or _is_conversation(prompts) or (bool(prompts) and isinstance(prompts[0], int)):
+    """One input or several: a text, a list of ids and a list of messages are one. What is none, ``prompt_body`` refuses."""
+    is_one = isinstance(prompts, str | bytes | bytearray | memoryview | Mapping) or _is_conversation(prompts)
+    if is_one or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
         return [cast("Input", prompts)]
-    inputs = list(cast("Sequence[Input]", prompts))
-    for index, value in enumerate(inputs):
-        if not isinstance(value, Sequence) or isinstance(value, bytes):
-            raise BadRequest(
-                f"prompt {index} is of type {type(value).__name__}: a text, token ids or messages are wanted", code=Code.BAD_REQUEST
-            )
-    return inputs
+    return list(cast("Sequence[Input]", prompts))

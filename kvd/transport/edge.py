@@ -112,7 +112,7 @@ class Edge:
             RequestError: ``overloaded``, if its inbox is full.
         """
         if not self.put(command):
-            raise RequestError(ErrorCode.OVERLOADED, "too many commands wait for the engine", retry_after_s=RETRY_AFTER_S)
+            raise RequestError(ErrorCode.OVERLOADED, "too many commands wait for the engine (inbox_capacity)", retry_after_s=RETRY_AFTER_S)
 
     def queue_text(self, job: TextJob) -> None:
         """Hand a body to the text threads.
@@ -121,8 +121,12 @@ class Edge:
             RequestError: ``overloaded``, if too many prompts or too many bytes of them wait.
         """
         config = self.config
-        if self.num_text_jobs >= config.max_text_jobs or self.num_text_bytes + job.num_bytes > max(config.max_text_bytes, job.num_bytes):
-            raise RequestError(ErrorCode.OVERLOADED, "too many prompts wait to be tokenised", retry_after_s=RETRY_AFTER_S)
+        for limit, is_full in (
+            ("max_text_jobs", self.num_text_jobs >= config.max_text_jobs),
+            ("max_text_bytes", self.num_text_bytes + job.num_bytes > max(config.max_text_bytes, job.num_bytes)),
+        ):
+            if is_full:
+                raise RequestError(ErrorCode.OVERLOADED, f"too many prompts wait to be tokenised ({limit})", retry_after_s=RETRY_AFTER_S)
         self.num_text_jobs += 1
         self.num_text_bytes += job.num_bytes
         self.text_jobs.append(job)

@@ -103,7 +103,11 @@ class Operations:
             return
         if client.num_open >= self._edge.config.max_requests_per_client:
             limit = self._edge.config.max_requests_per_client
-            raise RequestError(ErrorCode.OVERLOADED, f"a client may have {limit} requests and operations", retry_after_s=RETRY_AFTER_S)
+            raise RequestError(
+                ErrorCode.OVERLOADED,
+                f"a client may have {limit} requests and operations (max_requests_per_client)",
+                retry_after_s=RETRY_AFTER_S,
+            )
         operation = _Operation(client, message)
         if isinstance(message, Tokenize | Pin) or (isinstance(message, Forget) and message.input):
             self._tokenise(operation, message, bodies)

@@ -72,7 +72,7 @@ def test_what_is_wrong_with_a_prompt_is_said_and_harms_nobody(llm):
     assert refused.value.__notes__ == ["prompt 1 of 2"]
     with pytest.raises(PromptTooLong):
         llm.generate("x" * 20000)
-    with pytest.raises(BadRequest, match="prompt 1 is of type int"):
+    with pytest.raises(BadRequest, match="int is not a sequence of token ids"):
         llm.generate(["a", 5])
     with pytest.raises(Timeout):
         llm.generate(["a"] * 5, timeout_s=0.0)

@@ -1,0 +1,133 @@
+"""Starts that fail: what must be changed is a ConfigError, what another try may be spared an EngineStoppedError."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+import kvd
+from kvd import start_errors
+from kvd.config import ConfigError
+from kvd.executor.models.spec import ModelError
+from kvd.llm import EngineStoppedError
+from kvd.start_errors import as_config_error
+from kvd.storage import errors as storage
+from kvd.text.errors import ChatTemplateError, TokenizerError
+from kvd.transport.errors import EndpointError, EndpointInUseError
+
+pytestmark = [pytest.mark.e2e, pytest.mark.socket, pytest.mark.store]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        storage.StateDirError,
+        storage.UnknownFormatError,
+        storage.RecipesUnreadableError,
+        storage.EncryptionKeyError,
+        storage.KeysUnreadableError,
+        EndpointError,
+        ModelError,
+        TokenizerError,
+        ChatTemplateError,
+    ],
+)
+def test_what_must_be_changed_is_a_config_error(kind):
+    error = kind("this")
+    wrong = as_config_error(error)
+    assert isinstance(wrong, ConfigError)
+    assert (str(wrong), wrong.__cause__) == ("this", error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        storage.StateLockedError("x"),
+        storage.DiskFaultError("x"),
+        EndpointInUseError("x"),
+        storage.StoreDamagedError("x"),
+        OSError("x"),
+        MemoryError(),
+        KeyboardInterrupt(),
+        None,
+    ],
+    ids=repr,
+)
+def test_what_another_try_may_be_spared_is_none(error):
+    assert as_config_error(error) is None
+    assert as_config_error(own := ConfigError("x")) is own
+    assert {kind.__name__ for kind in start_errors.TEMPORARY} == {"StateLockedError", "EndpointInUseError", "DiskFaultError"}
+
+
+def key_file(root: Path) -> Path:
+    path = root / "key"
+    path.write_bytes(b"k" * 32)
+    path.chmod(0o600)
+    return path
+
+
+def broken_model(root: Path, **files: bytes) -> str:
+    (root / "model").mkdir()
+    for name, data in files.items():
+        (root / "model" / name.replace("_", ".")).write_bytes(data)
+    return str(root / "model")
+
+
+def written(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    return str(path)
+
+
+MODELS = {
+    "a directory of nothing": (broken_model, "no config.json"),
+    "a description that is no JSON": (lambda root: broken_model(root, config_json=b"{"), "config.json"),
+    "another architecture": (lambda root: broken_model(root, config_json=b'{"architectures": ["X"], "model_type": "x"}'), "x"),
+    "a file of zeros": (lambda root: written(root / "m.gguf", bytes(100)), "m.gguf"),
+    "a GGUF of zeros": (lambda root: written(root / "m.gguf", b"GGUF" + bytes(100)), "GGUF version 0"),
+    "a GGUF cut short": (lambda root: written(root / "m.gguf", b"GGUF\3\0\0\0" + b"\xff" * 99), "m.gguf"),
+    "a path to nothing": (lambda root: str(root / "m.gguf"), "does not exist"),
+    "no name of a model": (lambda root: "nosuch", "nosuch"),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_can_not_be_used(tmp_path, name):
+    make, says = MODELS[name]
+    with pytest.raises(ConfigError, match=says):
+        kvd.LLM(make(tmp_path), kv_memory="1MiB")
+
+
+def test_keys_and_places_that_can_not_be_used(tmp_path):
+    state, settings = tmp_path / "state", {"executor": "fake", "kv_memory": "1MiB"}
+    file = Path(written(tmp_path / "file", b""))
+    for places, says in (
+        ({"state_dir": state, "store_encryption_key_file": str(tmp_path / "none")}, "store_encryption_key_file"),
+        ({"state_dir": state, "store_encryption_key_file": written(tmp_path / "short", b"k")}, "store_encryption_key_file|short"),
+        ({"state_dir": file}, "state_dir"),
+        ({"state_dir": file / "below"}, "state_dir"),
+        ({"adapter_dir": str(tmp_path / "none")}, "adapter_dir"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            kvd.LLM(**settings, **places)
+    with kvd.LLM(**settings, state_dir=state) as first:
+        first.client.pin("rules", "a prefix of more than sixteen bytes")
+        with pytest.raises(EngineStoppedError, match="in use by process") as refused:
+            kvd.LLM(**settings, state_dir=state)
+        assert isinstance(refused.value.__cause__, storage.StateLockedError)
+    pytest.importorskip("cryptography")
+    kvd.LLM(**settings, state_dir=tmp_path / "secret", store_encryption_key_file=str(key_file(tmp_path))).close()
+    with pytest.raises(ConfigError, match="encrypted"):
+        kvd.LLM(**settings, state_dir=tmp_path / "secret")
+
+
+def test_a_disk_that_fails_is_worth_another_try(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvd.daemon.Storage.lock", full)
+    with pytest.raises(EngineStoppedError, match="its disk fails") as refused:
+        kvd.LLM(executor="fake", kv_memory="1MiB", state_dir=tmp_path / "state")
+    assert isinstance(refused.value.__cause__, storage.DiskFaultError)
