@@ -6,16 +6,16 @@ takes too long is given up by those who wait for it, its thread is left behind a
 
 from __future__ import annotations
 
-import resource
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvd.config import GrammarConfig
 from kvd.grammar.errors import GrammarError
+from kvd.grammar.growth import Meter
+from kvd.grammar.memory import MAX_HELD_BYTES, MAX_KEPT_BYTES, Holdings
 from kvd.grammar.sources import grammar_of
 from kvd.grammar.state import CompiledGrammar, MaskWriter, reason
 from kvd.grammar.vocabulary import Vocabulary, index
@@ -30,10 +30,6 @@ _MAX_LEXER_STATES = 50_000
 """A grammar remembers so many, at one or two KiB."""
 _MAX_ROW_ITEMS = 4_000
 """Of the library's parser: a thousand optional properties of one object, at some ten milliseconds a token."""
-_MAX_KEPT_BYTES = 256 << 20
-"""Of what is kept, by how much the process grew while it was compiled: what others took meanwhile counts too, and only makes it forget sooner."""
-
-_STATM = Path("/proc/self/statm")
 
 Refusal = tuple[ErrorCode, str]
 
@@ -41,7 +37,12 @@ Refusal = tuple[ErrorCode, str]
 @dataclass(frozen=True, slots=True)
 class _Kept:
     result: CompiledGrammar | Refusal
-    num_bytes: int
+    source_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a refusal nothing is left but the words."""
+        return self.source_bytes + (self.result.holding.num_bytes if isinstance(self.result, CompiledGrammar) else 0)
 
 
 class _Job:
@@ -55,14 +56,6 @@ class _Job:
         self.began_s = 0.0
         self.num_waiting = 0
         self.result: CompiledGrammar | Refusal | None = None
-
-
-def resident_bytes() -> int:
-    """What the process has in memory; 0 where the system doesn't tell."""
-    try:
-        return int(_STATM.read_bytes().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0
 
 
 class GrammarCompiler:
@@ -80,10 +73,10 @@ class GrammarCompiler:
         on_done: Callable[[], None],
         num_threads: int = 1,
         compile_constraint: Callable[[Constraint], CompiledGrammar] | None = None,
-        resident_bytes: Callable[[], int] = resident_bytes,
+        meter: Meter | None = None,
     ) -> None:
         """``num_threads`` write masks. ``compile_constraint`` stands in for the library's work, which is the same code for all callers, and
-        ``resident_bytes`` for the process's size.
+        ``meter`` for the process's size.
         """
         self._config = config
         self._load_vocabulary = load_vocabulary
@@ -91,7 +84,7 @@ class GrammarCompiler:
         self._on_done = on_done
         self._num_threads = num_threads
         self._compile = compile_constraint or self._compile_here
-        self._resident_bytes = resident_bytes
+        self._meter = meter or Meter()
         self._prepared = threading.Lock()
         self._tokenizer: Any = None
         self._writer: MaskWriter | None = None
@@ -101,7 +94,7 @@ class GrammarCompiler:
         self._late: set[_Job] = set()
         self._by_constraint: dict[Constraint, _Job] = {}
         self._kept: OrderedDict[Constraint, _Kept] = OrderedDict()
-        self._kept_bytes = 0
+        self._memory = Holdings()
         self._tickets: dict[int, _Job] = {}
         self._last_ticket = 0
         self._num_threads_idle = 0
@@ -110,6 +103,8 @@ class GrammarCompiler:
         self.num_refused = 0
         self.num_hits = 0
         """Requests whose constraint was there already."""
+        self.num_outgrown = 0
+        """Constraints that were given up because too much memory was held, and this one's was the most."""
 
     @property
     def is_running(self) -> bool:
@@ -123,7 +118,9 @@ class GrammarCompiler:
             "refused": self.num_refused,
             "hits": self.num_hits,
             "kept": len(self._kept),
-            "kept_bytes": self._kept_bytes,
+            "kept_bytes": self._kept_bytes(),
+            "held_bytes": self._memory.held_bytes,
+            "outgrown": self.num_outgrown,
             "waiting": len(self._queue),
             "late": len(self._late),
         }
@@ -138,13 +135,14 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 vocabulary = self._load_vocabulary()
                 self._tokenizer = index(vocabulary)
-                self._writer = MaskWriter(vocabulary.num_words, self._num_threads)
+                self._writer = MaskWriter(vocabulary.num_words, self._num_threads, meter=self._meter, charge=self._charge)
 
     def close(self) -> None:
         """Threads end, those inside the library as soon as it lets them; nothing is asked of the compiler any more."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        self._memory.close()
 
     # ------------------------------------------------------------------------------------------ the engine's side
 
@@ -260,7 +258,7 @@ class GrammarCompiler:
                 self._num_threads_idle -= 1
                 self._running.append(job)
                 job.began_s = self._now_s()
-            before_bytes = self._resident_bytes()
+            mark = self._meter.begin()
             try:
                 result: CompiledGrammar | Refusal = self._compile(job.constraint)
             except GrammarError as error:
@@ -272,10 +270,11 @@ class GrammarCompiler:
                 is_late = job in self._late
                 self._late.discard(job)
                 self._note_end(job, result)
-                self._keep(job.constraint, result, self._resident_bytes() - before_bytes)
+                self._keep(job.constraint, result, self._meter.grown_bytes(mark))
                 ends = is_late and (self._num_threads_idle > 0 or len(self._running) > len(self._late))
                 if not ends:
                     self._num_threads_idle += 1
+            del job, result  # nothing lives because a thread waits
             self._on_done()
             if ends:
                 return
@@ -290,18 +289,50 @@ class GrammarCompiler:
             del self._by_constraint[job.constraint]
 
     def _keep(self, constraint: Constraint, result: CompiledGrammar | Refusal, grown_bytes: int) -> None:
-        """Remember it as the one used last; of a refusal nothing is left but the words."""
+        """Remember it as the one used last."""
         self._drop_kept(constraint)
-        num_bytes = sum(map(len, constraint.source)) + (max(0, grown_bytes) if isinstance(result, CompiledGrammar) else 0)
-        self._kept[constraint] = _Kept(result, num_bytes)
-        self._kept_bytes += num_bytes
-        while self._kept and (len(self._kept) > self._config.max_constraints_kept or self._kept_bytes > _MAX_KEPT_BYTES):
-            self._drop_kept(next(iter(self._kept)))
+        if isinstance(result, CompiledGrammar):
+            self._memory.add(result, grown_bytes)
+        self._kept[constraint] = _Kept(result, sum(map(len, constraint.source)))
+        self._bound()
 
     def _drop_kept(self, constraint: Constraint) -> None:
-        kept = self._kept.pop(constraint, None)
-        if kept is not None:
-            self._kept_bytes -= kept.num_bytes
+        self._kept.pop(constraint, None)
+
+    # ------------------------------------------------------------------------------------------ memory
+
+    def _kept_bytes(self) -> int:
+        with self._changed:
+            return sum(kept.num_bytes for kept in self._kept.values())
+
+    def _charge(self, grammars: Iterable[CompiledGrammar], grown_bytes: int) -> None:
+        """Their masks made the process grow."""
+        self._memory.charge(grammars, grown_bytes)
+        with self._changed:
+            self._bound()
+
+    def _bound(self) -> None:
+        """Forget what has long been unused, beyond the bounds of what is kept; beyond that of all that lives give up the largest, kept or in use."""
+        kept_bytes = self._kept_bytes()
+        while self._kept and (len(self._kept) > self._config.max_constraints_kept or kept_bytes > MAX_KEPT_BYTES):
+            kept_bytes -= self._kept.popitem(last=False)[1].num_bytes
+        if self._memory.held_bytes <= MAX_HELD_BYTES:
+            return
+        living = self._memory.largest_first()  # those that died just now may still be in the sum
+        held_bytes = sum(grammar.holding.num_bytes for reference in living if (grammar := reference()) is not None and not grammar.problem)
+        for reference in living:
+            if held_bytes <= MAX_HELD_BYTES:
+                break
+            grammar = reference()
+            if grammar is None or grammar.problem:
+                continue
+            held_bytes -= grammar.holding.num_bytes
+            for constraint in [each for each, kept in self._kept.items() if kept.result is grammar]:
+                self._drop_kept(constraint)
+            del grammar
+            if (used := reference()) is not None:
+                used.problem = f"constraints in use hold more than {MAX_HELD_BYTES >> 20} MiB of memory, this one the most of them"
+                self.num_outgrown += 1
 
     # ------------------------------------------------------------------------------------------ the library's part
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvd.commands import ConstraintCompiled
 from kvd.config import DaemonConfig, GrammarConfig
-from kvd.constraint_opening import open_constraints, prepare_beside, vocabulary_of
+from kvd.constraint_opening import open_constraints, preparation, vocabulary_of
 from kvd.grammar.state import CompiledGrammar
 from kvd.text.errors import TokenizerError
 from kvd.text.model import load_text_model
@@ -44,11 +44,16 @@ def compile_now(compiler, constraint):
     raise AssertionError("it never came")
 
 
+def prepare(compiler, log):
+    thread = preparation(compiler, log)
+    thread.start()
+    thread.finish(lambda: None)
+
+
 def test_what_is_compiled_wakes_the_engine():
     inbox, log = Inbox(), Log()
     compiler = open_constraints(DaemonConfig(), 257, lambda: load_text_model("bytes"), inbox, time.monotonic)
-    thread = prepare_beside(compiler, log)
-    thread.finish(lambda: None)
+    prepare(compiler, log)
     assert isinstance(compile_now(compiler, Constraint("regex", ("a+",))), CompiledGrammar)
     assert compile_now(compiler, Constraint("regex", ("[",)))[0] is ErrorCode.BAD_REQUEST
     assert inbox.commands == [ConstraintCompiled()] * 2
@@ -58,7 +63,7 @@ def test_what_is_compiled_wakes_the_engine():
 def test_none_are_opened_where_none_are_wanted():
     config = dataclasses.replace(DaemonConfig(), grammar=GrammarConfig(constraints=False))
     assert open_constraints(config, 257, lambda: load_text_model("bytes"), Inbox(), time.monotonic) is None
-    prepare_beside(None, Log()).finish(lambda: None)
+    prepare(None, Log())
 
 
 def test_a_text_model_that_cannot_be_read_is_a_warning_and_the_reason_of_each_refusal():
@@ -67,7 +72,7 @@ def test_a_text_model_that_cannot_be_read_is_a_warning_and_the_reason_of_each_re
 
     log = Log()
     compiler = open_constraints(DaemonConfig(), 257, broken, Inbox(), time.monotonic)
-    prepare_beside(compiler, log).finish(lambda: None)
+    prepare(compiler, log)
     assert log.warnings == [("no_constraints", {"reason": "tokenizer.json: damaged"})]
     code, message = compile_now(compiler, Constraint("json"))
     assert (code, "damaged" in message) == (ErrorCode.BAD_REQUEST, True)

@@ -11,6 +11,7 @@ import pytest
 from kvd.config import GrammarConfig
 from kvd.grammar.compiler import GrammarCompiler
 from kvd.grammar.errors import GrammarError
+from kvd.grammar.growth import Mark, Meter
 from kvd.grammar.state import CompiledGrammar
 from kvd.grammar.vocabulary import Vocabulary
 from kvd.types import Constraint, ErrorCode
@@ -32,7 +33,7 @@ class Bench:
             now_s=lambda: self.now_s,
             on_done=self._on_done,
             compile_constraint=self._compile,
-            resident_bytes=lambda: self.resident_bytes,
+            meter=_Meter(self),
         )
 
     def _on_done(self) -> None:
@@ -63,6 +64,17 @@ class Bench:
 
     def compiled(self, source: str) -> object:
         return self.result(self.begin(source))
+
+
+class _Meter(Meter):
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+
+    def begin(self) -> Mark:
+        return 0, self._bench.resident_bytes
+
+    def grown_bytes(self, mark: Mark, *, is_spread: bool = False) -> int:
+        return self._bench.resident_bytes - mark[1]
 
 
 class _Panic(BaseException):
