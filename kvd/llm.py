@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from numbers import Integral
@@ -128,7 +128,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Input | Sequence[Input],
+        prompts: Input | Iterable[Input],
         sampling: GenerateOptions | Sequence[GenerateOptions] | None = None,
         *,
         progress: bool = True,
@@ -180,8 +180,18 @@ class LLM:
         timeout_s: float = math.inf,
         **options: Unpack[GenerateOptions],
     ) -> list[Completion]:
-        """``generate`` of one conversation or several."""
-        return self.generate(conversations, sampling, progress=progress, timeout_s=timeout_s, **options)
+        """``generate`` of one conversation or several.
+
+        Raises:
+            TypeError: something else than a list of messages.
+        """
+        values = [conversations] if _is_conversation(conversations) else list(cast("Sequence[ChatMessages]", conversations))
+        for index, value in enumerate(values):
+            if not _is_conversation(value):
+                raise TypeError(
+                    f"conversations[{index}] is {value!r:.40}: a conversation is a list of messages, maps of role and content; texts and token ids are for generate"
+                )
+        return self.generate(values, sampling, progress=progress, timeout_s=timeout_s, **options)
 
 
 class _Engine:
@@ -361,7 +371,7 @@ class _Batch:
         self._calls.clear()
 
     def _noted(self, request: _Request, error: KvdError) -> KvdError:
-        error.add_note(f"prompt {request.index} of {len(self._results)}")
+        error.add_note(f"of prompts[{request.index}], of {len(self._results)}")
         return error
 
     def _open(self, request: _Request, deadline_s: float) -> None:
@@ -434,9 +444,12 @@ def _is_conversation(value: object) -> TypeGuard[ChatMessages]:
     return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and isinstance(value[0], Mapping)
 
 
-def _inputs(prompts: Input | Sequence[Input]) -> list[Input]:
+def _inputs(prompts: Input | Iterable[Input]) -> list[Input]:
     """One input or several: a text, a list of ids and a list of messages are one. What is none, ``prompt_body`` refuses."""
-    is_one = isinstance(prompts, str | bytes | bytearray | memoryview | Mapping) or _is_conversation(prompts)
-    if is_one or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
-        return [cast("Input", prompts)]
-    return list(cast("Sequence[Input]", prompts))
+    if isinstance(prompts, Iterator):
+        return list(prompts)
+    some = cast("Sequence[Any]", prompts)
+    is_one = isinstance(some, str | bytes | bytearray | memoryview | Mapping) or _is_conversation(some)
+    if is_one or (len(some) > 0 and isinstance(some[0], Integral)):
+        return [cast("Input", some)]
+    return list(some)

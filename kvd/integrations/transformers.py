@@ -68,7 +68,7 @@ class KvdPool:
         self.watched = watch(model)
 
     def cache(
-        self, input_ids: torch.Tensor | Sequence[Sequence[int]], attention_mask: torch.Tensor | None = None, *, salt: bytes = b""
+        self, input_ids: torch.Tensor | Sequence[Sequence[int]], attention_mask: torch.Tensor | None = None, *, salt: bytes | str = b""
     ) -> KvdCache:
         """A cache for these prompts, which holds already what all of them have in the pool.
 
@@ -87,7 +87,9 @@ class KvdPool:
             )
         return KvdCache(self, *_prompts_of(input_ids, attention_mask), salt=salt)
 
-    def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, salt: bytes = b"", **options: Any) -> Any:
+    def generate(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, salt: bytes | str = b"", **options: Any
+    ) -> Any:
         """``model.generate`` over a cache of this pool, which afterwards holds prompts and answers.
 
         Assisted generation (an ``assistant_model``, ``prompt_lookup_num_tokens``, ``assistant_early_exit``) of transformers takes no cache that holds something already:
@@ -137,7 +139,7 @@ class KvdCache(Cache, WatchedCache):
     block) when the call is over: its blocks stay in the pool for others as long as there is room.
     """
 
-    def __init__(self, pool: KvdPool, prompts: list[list[int]], length: int, *, salt: bytes = b"") -> None:
+    def __init__(self, pool: KvdPool, prompts: list[list[int]], length: int, *, salt: bytes | str = b"") -> None:
         self._pool = pool
         self._num_layers = pool.blocks.num_layers
         self._rows: list[_Row] = []
@@ -152,7 +154,7 @@ class KvdCache(Cache, WatchedCache):
         self.layers: list[Any] = [_PagedLayer(self, index) for index in range(self._num_layers)]
         self.layer_class_to_replicate = None
         self.offloading = False
-        namespace = Namespace(b"transformers", salt)
+        namespace = Namespace(b"transformers", salt.encode() if isinstance(salt, str) else salt)
         try:
             for prompt in prompts:
                 self._rows.append(self._begin(namespace, prompt, length - len(prompt)))

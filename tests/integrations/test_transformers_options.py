@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import CONFIGS, GREEDY, draw, make, own, padded
+from cached_models import CONFIGS, GREEDY, draw, make, own, padded
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from kvd.integrations.transformers import _CACHE_ARGUMENT, KvdCacheError, KvdPool

@@ -66,10 +66,22 @@ def test_options_for_all_and_for_each(llm):
         llm.generate("a", max_token=2)
 
 
+def test_prompts_may_come_one_by_one(llm):
+    assert [answer.token_ids for answer in llm.generate((text for text in ("a", "b")), max_tokens=2, temperature=0)] == [
+        answer.token_ids for answer in llm.generate(["a", "b"], max_tokens=2, temperature=0)
+    ]
+
+
+@pytest.mark.parametrize("value", ["hi", ["hi"], [3], [[3, 4]], [[{"role": "user", "content": "hi"}], "hi"], [[]]])
+def test_chat_takes_conversations_alone(llm, value):
+    with pytest.raises(TypeError, match="a conversation is a list of messages"):
+        llm.chat(value)
+
+
 def test_what_is_wrong_with_a_prompt_is_said_and_harms_nobody(llm):
     with pytest.raises(BadRequest, match="max_tokens") as refused:
         llm.generate(["a", "b"], [{}, {"max_tokens": -1}], max_tokens=3)
-    assert refused.value.__notes__ == ["prompt 1 of 2"]
+    assert refused.value.__notes__ == ["of prompts[1], of 2"]
     with pytest.raises(PromptTooLong):
         llm.generate("x" * 20000)
     with pytest.raises(BadRequest, match="int is not a sequence of token ids"):

@@ -133,7 +133,7 @@ def test_another_reason_is_told_after_a_few_tries(message):
     with pytest.raises(Overloaded, match=re.escape(message)) as raised:
         _Batch(engine, [("x", {})]).run(4, None, time.monotonic() + 60)
     assert len(engine.asked) == 3
-    assert raised.value.__notes__ == ["prompt 0 of 1"]
+    assert raised.value.__notes__ == ["of prompts[0], of 1"]
 
 
 @pytest.mark.parametrize("kind", [QueueTimeout, AdapterCapacity, DeadlineExceeded])
@@ -150,7 +150,7 @@ def test_what_is_no_prompt_is_refused(small, prompt):
         small.generate(prompt, max_tokens=1, progress=False)
     with pytest.raises(BadRequest) as refused:
         small.generate(["fine", prompt], max_tokens=1, progress=False)
-    assert refused.value.__notes__ == ["prompt 1 of 2"]
+    assert refused.value.__notes__ == ["of prompts[1], of 2"]
 
 
 @pytest.mark.torch
