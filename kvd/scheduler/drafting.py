@@ -36,8 +36,8 @@ _LEAST_GAIN_GOING_ON = 0.03
 """The same where it waits for its tokens already."""
 _LEAST_EXPECTED = 0.1
 """Tokens; of a draft that is thought to bring fewer nobody asks what it costs."""
-_IDLE_STEPS = 4
-"""After so many steps without a draft that pays a sequence goes a step ahead again."""
+_IDLE_STEPS_OF_MODEL = 4
+"""After so many steps in which its draft model does not pay a sequence goes a step ahead again. By lookup alone it does after one: to come back costs no more than to wait for another."""
 _MOST_BETWEEN = 3
 """Times what the executor takes: more than that between two steps is a wait for something else."""
 _MOST_PAUSE_TOKENS = 512
@@ -137,7 +137,7 @@ class Drafting:
             if drafter is None:
                 drafter = self._take_on(sequence)
             left -= drafter.learn(sequence.tokens, sequence.request.num_prompt_tokens, left)
-            if not sequence.is_stepwise and self._best(sequence, drafter, self._config.num_draft, least_gain=_LEAST_GAIN) is not None:
+            if not sequence.is_stepwise and self._best(sequence, drafter, self._most(sequence), least_gain=_LEAST_GAIN) is not None:
                 sequence.is_stepwise = True
                 self._drafting[sequence] = None
                 drafter.num_idle = 0
@@ -192,7 +192,7 @@ class Drafting:
         return True
 
     def _choose(self, plan: StepPlan, sequence: Sequence, drafter: Drafter) -> Draft | None:
-        most = self._most(sequence, plan.budget)
+        most = min(self._most(sequence), max(0, plan.budget - 1))
         constraint = sequence.constraint
         forced = tuple(constraint.forced(most)[:most]) if constraint is not None and most else ()
         if forced:
@@ -219,18 +219,19 @@ class Drafting:
 
     def _note_idle(self, sequence: Sequence, drafter: Drafter) -> None:
         drafter.num_idle += 1
-        if drafter.num_idle < _IDLE_STEPS or sequence not in self._drafting:
+        asks_model = drafter.model is not None and sequence.num_known >= drafter.pause_until
+        if (asks_model and drafter.num_idle < _IDLE_STEPS_OF_MODEL) or sequence not in self._drafting:
             return
         self._go_ahead(sequence)
-        if drafter.model is not None:
+        if asks_model:
             drafter.model = ModelAcceptance()
             drafter.pause_until = sequence.num_known + drafter.pause_tokens
             drafter.pause_tokens = min(2 * drafter.pause_tokens, _MOST_PAUSE_TOKENS)
 
-    def _most(self, sequence: Sequence, budget: int) -> int:
-        """How many tokens it may draft at most: by its own length, its credit (each of its choices needs some), and the step's budget."""
+    def _most(self, sequence: Sequence) -> int:
+        """How many tokens it may draft at most: by what it asked for, its own length, and its credit (each of its choices needs some)."""
         request = sequence.request
-        most = min(request.speculation.num_draft or self._config.num_draft, budget - 1, request.limit_tokens - sequence.num_total - 1)
+        most = min(request.speculation.num_draft or self._config.num_draft, request.limit_tokens - sequence.num_total - 1)
         if request.needs_credit:
             most = min(most, request.credit - (request.num_sampled - len(request.ended_choices)))
         return max(0, most)

@@ -81,7 +81,7 @@ class _Times:
         if at == len(known):
             return below + self._slope() * (num_positions - low)
         above = self._measured[known[at]][0]
-        return below + (above - below) * (max(num_positions, low) - low) / (known[at] - low)
+        return below + (above - below) * (num_positions - low) / (known[at] - low)
 
     def _slope(self) -> float:
         """Seconds that a position beyond those known is thought to add."""

@@ -229,6 +229,18 @@ def test_what_drafting_costs_while_it_is_found_out_is_little_and_it_pays_where_i
         assert faster > 1.25  # further positions are free
 
 
+def test_who_may_draft_less_than_pays_holds_nobody_up():
+    """Further positions cost half of a step, however many: eight drafts would pay, one doesn't."""
+    sim = Timed(vocab=1, max_in_flight=2, seconds_of=lambda positions: 10.0 if positions <= 4 else 15.0)
+    sim.submit([0] * 12, max_tokens=120, speculation=Speculation("auto", 1))
+    for number in range(3):
+        sim.submit([0] * (3 + number), max_tokens=150, speculation=Speculation("off"))
+    for _ in range(40):
+        sim.round()
+    rounds = [sim.round() for _ in range(60)]
+    assert None not in rounds, "the step behind the one in flight waits for it"
+
+
 def test_others_are_not_held_up_for_a_draft_that_brings_no_more_than_they_would():
     """Eight rows bring 8 tokens in 8 seconds; a draft that is right half the time would bring half a token in one more."""
     sim = Timed(seconds_of=lambda positions: positions, vocab=2, max_in_flight=2)
