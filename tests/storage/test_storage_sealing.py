@@ -585,8 +585,10 @@ def test_tools_without_the_key_check_the_structure_and_show_no_content(tmp_path,
     world = World(state, store_encryption_key_file=key_file)
     assert world.pin("system", prompt(9, 48)) == "recipe+bytes"
     assert not world.checkpoint().error
+    wal = world.storage._running.wal
+    before = wal.last_lsn
     world.ask(prompt(1, 33))
-    world.until(lambda: world.storage._running.wal.durable_lsn == world.storage._running.wal.last_lsn)
+    world.until(lambda: wal.durable_lsn == wal.last_lsn > before)
     crash(world)
     blind, seeing = check_store(state), check_store(state, key_file=key_file)
     assert blind["ok"], blind
