@@ -582,7 +582,7 @@ def test_a_damaged_row_of_a_pin_costs_its_bytes_in_an_export_not_the_export(tmp_
 
 def test_tools_without_the_key_check_the_structure_and_show_no_content(tmp_path, key_file):
     state = tmp_path / "state"
-    world = World(state, store_encryption_key_file=key_file)
+    world = World(state, checkpoint_interval_s=1000.0, store_encryption_key_file=key_file)
     assert world.pin("system", prompt(9, 48)) == "recipe+bytes"
     assert not world.checkpoint().error
     wal = world.storage._running.wal
