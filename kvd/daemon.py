@@ -53,7 +53,8 @@ EXIT_SOFTWARE = 70
 
 _FRONTEND_STOP_S = 5.0
 _STORE_STOP_S = 2.0
-"""How long a stop waits for the log that is replayed or the batch of blocks that is under way: the start ends there, and the store is then closed behind it."""
+"""How long a stop waits for the log that is replayed or the batch of blocks that is under way: the start ends there. What takes longer is left behind: it closes the store
+at its end, or goes with the process."""
 _MIN_FLUSH_S = 2.0
 """How long clients may take to read what they are owed, or what is left of the drain if that is more."""
 
@@ -108,9 +109,10 @@ class Daemon:
     @property
     def is_loading(self) -> bool:
         """Whether a thread that loads runs, even after ``run``: then the process must not end in the interpreter's own way."""
-        threads = (*self._threads, self._grammar)
-        # what a thread began is asked last: it may just have ended
-        return any(thread is not None and thread.is_running for thread in threads) or self._head_start.is_running
+        # over the list itself, not a copy: what a thread that has just ended had begun stands behind it, and is asked after it
+        if any(thread.is_running for thread in self._threads):
+            return True
+        return (self._grammar is not None and self._grammar.is_running) or self._head_start.is_running
 
     def run(self) -> int:
         """From the start to the end; the exit code (docs/operations.md, "Exit codes")."""
@@ -146,10 +148,9 @@ class Daemon:
             if frontend is not None:
                 frontend.stop(flush_s + _FRONTEND_STOP_S)
             self._head_start.discard()
-            # left behind if the disk hangs: it goes with the process
-            is_opening = self._opening_store is not None and not self._opening_store.wait(_STORE_STOP_S)
-            if self._restoring is not None:
-                self._restoring.wait(_STORE_STOP_S)
+            for thread in (self._opening_store, self._restoring):
+                if thread is not None:
+                    thread.wait(_STORE_STOP_S)  # left behind if the disk hangs
             if self._grammar is not None:
                 self._grammar.close()
             if self._adapter_store is not None:
@@ -157,14 +158,17 @@ class Daemon:
             if self._engine is not None:
                 self._engine.executor.close(_FRONTEND_STOP_S)
             if storage is not None:
-                storage.close(clean=clean, is_opening=is_opening)
+                storage.close(clean=clean)
         self._log.info("stopped", clean=clean)
         if self._failure and not clean:
             self._load_text()  # if the model is what the edge failed for, that is what to say
         return EXIT_OK if clean else EXIT_SOFTWARE
 
     def request_stop(self) -> None:
-        """End: what runs may finish, for as long as a drain may take; a start ends at once. Any thread, also before ``run``."""
+        """End: what runs may finish, for as long as a drain may take. Any thread, also before ``run``.
+
+        A start ends within moments, whatever it loads or computes; but while it takes the state directory or brings up the edge, only after that.
+        """
         self._num_stops += 1
         if self._loop is not None:
             self._loop.request_drain()

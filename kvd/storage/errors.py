@@ -45,6 +45,10 @@ class KeysUnreadableError(EncryptionKeyError):
     """Neither file of the encryption keys can be read: going on would lose acknowledged pins."""
 
 
+class StorageClosedError(StorageError):
+    """The start goes on though the storage was closed: nobody waits for what it does."""
+
+
 class NamespaceGoneError(StorageError):
     """Something of a namespace that has left the index, and was not encrypted before it did: nobody will ask for it."""
 

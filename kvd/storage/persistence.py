@@ -35,6 +35,7 @@ from kvd.storage.rehydrate import Loaded, Rehydration, choose, mark_unreachable,
 from kvd.storage.rehydration_report import RehydrationReport
 from kvd.storage.running import Running, assemble
 from kvd.storage.running_report import running_stats, running_status
+from kvd.storage.start_gate import StartGate
 from kvd.storage.start_guard import STABLE_AFTER_S, StartGuard, StartVerdict
 from kvd.types import TOKEN_BYTES, BlockHash, KvGroup, SamplingParams
 from kvd.wal.durable import keep_private, make_directory
@@ -65,6 +66,7 @@ class Storage:
         self._is_ready = False
         self._pin_chains: list[tuple[str, list[BlockHash]]] = []
         self._forgetting: Forgetting | None = None
+        self._start_gate = StartGate(self._let_go)
 
     # -------------------------------------------------------------------------------- start
 
@@ -134,10 +136,16 @@ class Storage:
             RecipesUnreadableError: the pins can't be read.
             UnknownFormatError: something was written by another version.
             OSError: the directory can't be written.
+            StorageClosedError: after ``close``.
         """
         self._fingerprint = namespace_fingerprint
         self._groups = tuple(groups)
         self._inbox = inbox
+        with self._start_gate.under_way():
+            self._open(leases, block_io, block_size_tokens, inbox)
+
+    def _open(self, leases: Leases, block_io: BlockIO, block_size_tokens: int, inbox: StorageInbox) -> None:
+        namespace_fingerprint = self._fingerprint
         total_bytes = self._config.store_max_bytes
         codec, ring = self._encryption.codec, self._encryption.ring
         self._recipes = RecipeStore(
@@ -224,7 +232,16 @@ class Storage:
         """Load the most valuable blocks into the pool until ``deadline_s`` (monotonic), then start the threads.
 
         Needs only the pool: the weights may be loading meanwhile. Direct calls of the cache are fine, the loop does not run yet.
+
+        Raises:
+            StorageClosedError: ``close`` was called.
         """
+        with self._start_gate.under_way():
+            return self._rehydrate(cache, block_io, deadline_s, progress)
+
+    def _rehydrate(
+        self, cache: RehydrationCache, block_io: BlockIO, deadline_s: float, progress: Callable[[int, int], None]
+    ) -> RehydrationReport:
         running = self._running
         recompute_pins = not self._guard.skip_pins
         if running is None:
@@ -252,6 +269,7 @@ class Storage:
         reachable = mark_unreachable(index)
         chains = recompute_candidates(index, reachable, loaded.in_memory, room) if recompute_pins else []
         pending = tuple(name for name, chain in self._pin_chains if not all(key in loaded.in_memory for key in chain))
+        self._start_gate.check()
         running.store.start()
         lost = running.recovered.store is None and not running.recovered.is_unread
         running.planner.start(running.store, degraded_reason=running.recovered.store_error, generation_lost=lost)
@@ -437,15 +455,25 @@ class Storage:
             running.copy_out.poll()
         return not running.planner.degraded_reason
 
-    def close(self, *, clean: bool, is_opening: bool = False) -> None:
+    def close(self, *, clean: bool) -> None:
         """End the threads and let go of the state directory. While one still hangs on its disk the lock stays: it goes with the process.
 
         ``clean`` says that the daemon ended as it should, so that its start was a good one; if not, the start counts neither as good nor as one that died.
-        ``is_opening``: another thread is still inside ``open``, under which nothing else is touched.
+        While another thread is inside ``open`` or ``rehydrate``, nothing is touched under it: that thread lets go at the end of these.
         """
-        if is_opening:
-            self._verdict.end(clean=clean)
+        if self._start_gate.leave(lambda: self._verdict.end(clean=clean)):
             return
+        is_over = self._end_threads()
+        self._verdict.end(clean=clean)
+        if is_over:
+            self._lock.release()
+
+    def _let_go(self) -> None:
+        if self._end_threads():
+            self._lock.release()
+
+    def _end_threads(self) -> bool:
+        """Whether all of them have ended, and the store is closed."""
         is_over = self._forgetting is None or self._forgetting.stop(_STOP_S)
         running = self._running
         if running is not None:
@@ -458,6 +486,4 @@ class Storage:
             is_over = is_over and not running.wal.is_alive
         if self._recipes is not None:
             is_over = self._recipes.close(_STOP_S) and is_over
-        self._verdict.end(clean=clean)
-        if is_over:
-            self._lock.release()
+        return is_over

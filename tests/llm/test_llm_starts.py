@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import queue
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,9 @@ from kvd.executor.models.spec import ModelError
 from kvd.llm import EngineStoppedError
 from kvd.start_errors import as_config_error
 from kvd.storage import errors as storage
+from kvd.storage import persistence
+from kvd.storage.lock import is_locked
+from kvd.storage.persistence import Storage
 from kvd.text.errors import ChatTemplateError, TokenizerError
 from kvd.transport.errors import EndpointError, EndpointInUseError
 
@@ -121,6 +126,61 @@ def test_keys_and_places_that_can_not_be_used(tmp_path):
     kvd.LLM(**settings, state_dir=tmp_path / "secret", store_encryption_key_file=str(key_file(tmp_path))).close()
     with pytest.raises(ConfigError, match="encrypted"):
         kvd.LLM(**settings, state_dir=tmp_path / "secret")
+
+
+def slowed(piece, begun, goes_on, *, is_after):
+    """That piece of the start, which waits before it or after it until it is let on."""
+
+    def run(*args, **options):
+        result = piece(*args, **options) if is_after else None
+        begun.set()
+        assert goes_on.wait(60)
+        return result if is_after else piece(*args, **options)
+
+    return run
+
+
+def store_threads() -> set[str]:
+    names = {thread.name for thread in threading.enumerate()}
+    return {name for name in names if name.startswith("kvd")} - {"kvd-client"}
+
+
+@pytest.mark.parametrize("is_after", [False, True], ids=["before it", "after it"])
+@pytest.mark.parametrize(("owner", "name"), [(Storage, "open"), (persistence, "recover"), (Storage, "rehydrate"), (Storage, "_load")])
+def test_a_stop_while_the_store_hangs_leaves_it_to_the_thread_that_opens_it(tmp_path, monkeypatch, owner, name, is_after):
+    settings = {"executor": "fake", "kv_memory": "1MiB", "state_dir": tmp_path / "state"}
+    with kvd.LLM(**settings) as first:
+        first.client.pin("rules", "a prefix of more than sixteen bytes")
+    before = store_threads()
+    begun, goes_on, engines, errors = threading.Event(), threading.Event(), queue.SimpleQueue(), []
+    wait_ready = kvd.llm._Engine.wait_ready
+
+    def start():
+        try:
+            kvd.LLM(**settings)
+        except EngineStoppedError as error:
+            errors.append(error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvd.daemon._STORE_STOP_S", 0.05)
+        patch.setattr(owner, name, slowed(getattr(owner, name), begun, goes_on, is_after=is_after))
+        starter = threading.Thread(target=start)
+        patch.setattr("kvd.llm._Engine.wait_ready", lambda engine: (engines.put(engine), wait_ready(engine)))
+        starter.start()
+        assert begun.wait(60)
+        closer = threading.Thread(target=engines.get(timeout=60).close)
+        closer.start()
+        closer.join(0.2)
+        assert closer.is_alive(), "somebody waits for what still runs"
+        goes_on.set()
+        closer.join(60)
+        starter.join(60)
+    assert len(errors) == 1
+    assert not is_locked(tmp_path / "state")
+    assert store_threads() <= before
+    with kvd.LLM(**settings) as next_one:
+        assert [pin["name"] for pin in next_one.client.prefixes()["pins"]] == ["rules"]
+        assert next_one.client.status()["store"]["failed_starts"] == 0
 
 
 def test_a_disk_that_fails_is_worth_another_try(tmp_path, monkeypatch):
