@@ -9,6 +9,7 @@ import pytest
 from kvd_client import operations
 from kvd_client.errors import BadRequest
 from kvd_client.many import prompt_bodies
+from kvd_client.protocol import codec
 from kvd_client.requests import generate_message, prompt_body
 from kvd_client.results import pack_tokens
 
@@ -42,6 +43,28 @@ def test_what_is_read_once_is_read_once() -> None:
 
 def test_no_ids_are_a_prompt_for_the_daemon_to_judge() -> None:
     assert prompt_body([]) == ("ids", b"")
+
+
+@pytest.mark.parametrize("ids", ["\x05\0\0\0", "", "abcd", None, 5], ids=repr)
+def test_text_is_no_ids_to_tell_the_text_of(ids: Any) -> None:
+    with pytest.raises(BadRequest, match=r"the token ids can't be sent: \w+ is not a sequence of token ids"):
+        operations.detokenize(ids)
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 32]])
+def test_ids_that_have_no_place_on_the_wire(ids: list[int]) -> None:
+    for refused in (prompt_body, operations.detokenize):
+        with pytest.raises(BadRequest, match="can't be sent"):
+            refused(ids)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("token_id", [True, 1.0, b"1", None, "x"], ids=repr)
+def test_a_bias_is_for_a_token_id(token_id: Any) -> None:
+    for bias in ({token_id: 1.0}, [(token_id, 1.0)]):
+        with pytest.raises(BadRequest, match="logit_bias"):
+            generate_message("ids", stream=False, options={"logit_bias": bias})
+    message = generate_message("ids", stream=False, options={"logit_bias": {5: 1, "6": -2}})
+    assert message.sampling.logit_bias == ((5, 1.0), (6, -2.0))
 
 
 @pytest.mark.parametrize("ids", NO_IDS)
@@ -79,6 +102,14 @@ def test_numbers_of_numpy_and_torch() -> None:
         list(torch.tensor([1, 256])),
     ):
         assert prompt_body(ids) == packed
+        assert operations.detokenize(ids).bodies == packed[1:]
+        for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+            message = generate_message("ids", stream=False, options={name: ids})
+            sent: Any = codec.decode_client(codec.encode(message, b""))[0]
+            assert getattr(sent if name == "stop_token_ids" else sent.sampling, name) == (1, 256)
+        bias = generate_message("ids", stream=False, options={"logit_bias": [(each, np.float32(2)) for each in ids]}).sampling.logit_bias
+        assert bias == ((1, 2.0), (256, 2.0))
+        assert {type(part) for pair in bias for part in pair} == {int, float}
     for ids in (
         np.array([True]),
         [np.bool_(1)],

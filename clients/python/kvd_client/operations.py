@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvd_client.calls import Call, Deliver, OperationMessage, Reply
-from kvd_client.errors import InternalError
+from kvd_client.errors import BadRequest, InternalError
 from kvd_client.protocol import codec
 from kvd_client.protocol.codes import Code
 from kvd_client.protocol.messages import (
@@ -27,7 +27,8 @@ from kvd_client.protocol.messages import (
     Unpin,
 )
 from kvd_client.requests import ChatMessages, Prompt, checked, forget_message, pin_message, prompt_body, tokenize_message
-from kvd_client.results import AdapterInfo, CheckpointResult, ForgetResult, PingResult, PinResult, unpack_tokens
+from kvd_client.results import AdapterInfo, CheckpointResult, ForgetResult, PingResult, PinResult, pack_tokens, unpack_tokens
+from kvd_client.token_ids import checked_ids
 
 _NO_ID = bytes(16)
 
@@ -146,7 +147,10 @@ def tokenize(prompt: str | None, messages: ChatMessages | None, template_args: M
 
 
 def detokenize(token_ids: Sequence[int]) -> Operation:
-    _, body = prompt_body(token_ids)
+    try:
+        body = pack_tokens(checked_ids(token_ids))
+    except (OverflowError, TypeError, ValueError) as error:
+        raise BadRequest(f"the token ids can't be sent: {error}", code=Code.BAD_REQUEST) from error
     return Operation(Detokenize(op_id=_NO_ID), (body,))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import index
 from typing import Any
 
 from kvd_client.errors import BadRequest
@@ -22,12 +23,13 @@ def take_rules(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
     try:
         bias = sampling.get("logit_bias")
         if bias is not None:
-            pairs = bias.items() if isinstance(bias, Mapping) else bias
-            sampling["logit_bias"] = tuple((int(token_id), float(value)) for token_id, value in pairs)
+            pairs = list(bias.items() if isinstance(bias, Mapping) else bias)
+            ids = _ints([int(token_id) if isinstance(token_id, str) else token_id for token_id, _ in pairs])
+            sampling["logit_bias"] = tuple((token_id, float(value)) for token_id, (_, value) in zip(ids, pairs, strict=True))
         for name in _IDS:
             if name in sampling:
                 ids = sampling[name]
-                sampling[name] = () if ids is None else tuple(checked_ids(ids))
+                sampling[name] = () if ids is None else _ints(ids)
                 if name == "allowed_token_ids" and ids is not None and not sampling[name]:
                     raise BadRequest(
                         "allowed_token_ids is empty: no token could be sampled; leave it out where any may be", code=Code.BAD_REQUEST
@@ -48,9 +50,14 @@ def take_stop_ids(fields: dict[str, Any]) -> tuple[int, ...]:
         BadRequest: they can't be sent.
     """
     try:
-        return tuple(checked_ids(fields.pop("stop_token_ids", ())))
+        return _ints(fields.pop("stop_token_ids", ()))
     except TypeError as error:
         raise BadRequest(f"stop_token_ids can't be sent: {error}", code=Code.BAD_REQUEST) from error
+
+
+def _ints(ids: Iterable[int]) -> tuple[int, ...]:
+    """Ids of whatever type as the wire takes them."""
+    return tuple(map(index, checked_ids(ids)))
 
 
 def take_tools(fields: dict[str, Any]) -> tuple[bool, tuple[bytes, ...]]:

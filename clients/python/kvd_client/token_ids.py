@@ -13,7 +13,8 @@ def checked_ids(ids: Iterable[int]) -> Iterable[int]:
         TypeError: bytes, a mapping, or one of them is no whole number: a truth value, a float, a text.
     """
     if isinstance(ids, bytes | bytearray | memoryview | str | Mapping) or not isinstance(ids, Iterable):
-        raise TypeError(f"{type(ids).__name__} is not a sequence of token ids; of text, give a str")
+        hint = "" if isinstance(ids, str) else "; of text, give a str"
+        raise TypeError(f"{type(ids).__name__} is not a sequence of token ids{hint}")
     known = ids if isinstance(ids, Sized) else list(ids)  # an iterator is read once
     kinds = set(map(type, known))
     suspects = tuple(kind for kind in kinds if issubclass(kind, bool) or not issubclass(kind, Integral))
