@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from numbers import Integral
@@ -342,7 +342,7 @@ class _Batch:
         self._results: list[Completion | None] = [None] * len(requests)
 
     def run(self, max_open: int, bar: Progress | None, deadline_s: float) -> list[Completion]:
-        num_done = 0
+        num_done, most_open = 0, max_open
         while num_done < len(self._results):
             while self._pending and len(self._calls) < max_open:
                 self._open(self._pending.popleft(), deadline_s)
@@ -360,6 +360,7 @@ class _Batch:
             assert isinstance(delivery, Completion), "a whole answer comes as one"
             self._results[request.index] = delivery
             num_done += 1
+            max_open = min(most_open, max_open + 1)  # where one ended there may be a place again
             if bar is not None:
                 bar.update(num_done, len(self._results))
         return [result for result in self._results if result is not None]
@@ -445,11 +446,14 @@ def _is_conversation(value: object) -> TypeGuard[ChatMessages]:
 
 
 def _inputs(prompts: Input | Iterable[Input]) -> list[Input]:
-    """One input or several: a text, a list of ids and a list of messages are one. What is none, ``prompt_body`` refuses."""
-    if isinstance(prompts, Iterator):
-        return list(prompts)
-    some = cast("Sequence[Any]", prompts)
-    is_one = isinstance(some, str | bytes | bytearray | memoryview | Mapping) or _is_conversation(some)
-    if is_one or (len(some) > 0 and isinstance(some[0], Integral)):
-        return [cast("Input", some)]
-    return list(some)
+    """One input or several: a text, ids in an order and a list of messages are one. What is none, ``prompt_body`` refuses."""
+    is_one = isinstance(prompts, str | bytes | bytearray | memoryview | Mapping) or _is_conversation(prompts)
+    has_order = hasattr(prompts, "__getitem__") and hasattr(prompts, "__len__")
+    if is_one or (has_order and _is_number(next(iter(prompts), None))):
+        return [cast("Input", prompts)]
+    return list(cast("Iterable[Input]", prompts))
+
+
+def _is_number(value: object) -> bool:
+    """Of whatever kind: a tensor of one, too. Whether it is an id, ``prompt_body`` says."""
+    return isinstance(value, Integral) or (getattr(value, "ndim", None) == 0 and not isinstance(value, str | bytes))

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ import kvd
 from kvd.config import ConfigError
 from kvd.llm import EngineStoppedError
 from kvd.observe import progress
+from kvd.settings.loader import from_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.socket, pytest.mark.store]
 
@@ -70,6 +72,27 @@ def test_prompts_may_come_one_by_one(llm):
     assert [answer.token_ids for answer in llm.generate((text for text in ("a", "b")), max_tokens=2, temperature=0)] == [
         answer.token_ids for answer in llm.generate(["a", "b"], max_tokens=2, temperature=0)
     ]
+
+
+class Given:
+    """Iterable, and no more than that."""
+
+    def __iter__(self):
+        return iter(["a", [98], [{"role": "user", "content": "c"}]])
+
+
+def test_prompts_may_be_in_anything_that_can_be_gone_through(llm):
+    wanted = [answer.token_ids for answer in llm.generate(list(Given()), max_tokens=2, temperature=0)]
+    prompts = dict(enumerate(Given()))
+    for some in (Given(), prompts.values(), deque(Given()), tuple(Given())):
+        assert [answer.token_ids for answer in llm.generate(some, max_tokens=2, temperature=0)] == wanted
+    assert {answer.token_ids for answer in llm.generate({"a", "b"}, max_tokens=2, temperature=0)} == {
+        answer.token_ids for answer in llm.generate(["a", "b"], max_tokens=2, temperature=0)
+    }
+    for some in (prompts.keys(), {97, 98}, {"a": "b"}):
+        with pytest.raises(BadRequest):
+            llm.generate(some, max_tokens=2)
+    assert llm.generate({}.values()) == llm.generate(set()) == llm.generate(()) == []
 
 
 @pytest.mark.parametrize("value", ["hi", ["hi"], [3], [[3, 4]], [[{"role": "user", "content": "hi"}], "hi"], [[]]])
@@ -232,6 +255,22 @@ def test_what_loads_has_ended_when_a_start_was_interrupted(monkeypatch, is_deaf)
     interrupter.join()
     assert not daemons[0].is_loading
     assert 1 <= len(steps) < 500, "it was not waited for to its end"
+
+
+def test_what_a_thread_had_begun_before_it_ended_is_seen_to_run():
+    daemon = kvd.llm.Daemon(from_arguments({"executor": "fake"}))
+
+    class Thread:
+        def __init__(self, *begun):
+            self._begun = begun
+
+        @property
+        def is_running(self):
+            daemon._threads.extend(self._begun)  # and ends, just as it is asked
+            return not self._begun
+
+    daemon._threads.append(Thread(Thread()))
+    assert daemon.is_loading
 
 
 def test_an_interrupted_close_gives_everything_back_all_the_same(tmp_path, monkeypatch):

@@ -100,7 +100,7 @@ class Engine:
     def open(self, call) -> None:
         self.asked.append((call.message.deadline_s, call.message.queue_timeout_s))
         completion = Completion(b"", (Choice(0, "", (), "length"),), Usage(), Timings(queue_ms=0, ttft_ms=0, total_ms=0), 0)
-        call.deliver(self._ends.pop(0) or completion)
+        call.deliver((self._ends.pop(0) if self._ends else None) or completion)
 
 
 def overloaded(message: str) -> Overloaded:
@@ -125,6 +125,23 @@ def test_every_refusal_of_a_place_is_known(message):
     assert all(30.0 - late[0] == pytest.approx(20.0 - late[1]) for late in engine.asked)
     assert [late[0] for late in engine.asked] == sorted((late[0] for late in engine.asked), reverse=True), "the clocks begin anew"
     assert 0.4 < 30.0 - engine.asked[-1][0] < 10.0
+
+
+def test_after_a_refusal_more_are_handed_over_again_as_others_end():
+    engine = Engine(*[overloaded(PLACES[0])] * 3)
+    batch = _Batch(engine, [("x", {})] * 20)
+    num_open: list[int] = []
+
+    class Counted:
+        def open(self, call) -> None:
+            num_open.append(len(batch._calls))
+            engine.open(call)
+
+    batch._engine = Counted()
+    assert len(batch.run(4, None, time.monotonic() + 60)) == 20
+    assert num_open[:4] == [1, 2, 3, 4]
+    assert max(num_open) == 4, "more than may be"
+    assert num_open[4:].count(4) > 5, "those that may be open stay few"
 
 
 @pytest.mark.parametrize("message", ["the constraint waited for others to be compiled for 40 s", "why (max_running)", "why (because)"])
@@ -154,9 +171,14 @@ def test_what_is_no_prompt_is_refused(small, prompt):
 
 
 @pytest.mark.torch
-def test_ids_of_numpy_are_ids(small):
-    np = pytest.importorskip("numpy")
+def test_ids_of_numpy_and_torch_are_ids(small):
+    np, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
     wanted = small.generate([97, 98], max_tokens=3, temperature=0.0, progress=False)[0].token_ids
-    for prompt in (np.array([97, 98]), [np.array([97, 98])], [np.int64(97), np.int64(98)]):
-        (answer,) = small.generate(prompt, max_tokens=3, temperature=0.0, progress=False)
-        assert answer.token_ids == wanted
+    for ids in (np.array([97, 98]), torch.tensor([97, 98])):
+        for prompt in (ids, [ids], ids[None], list(ids), [list(ids)], tuple(ids)):
+            (answer,) = small.generate(prompt, max_tokens=3, temperature=0.0, progress=False)
+            assert answer.token_ids == wanted
+    for prompt in (np.array([1.0]), torch.ones(2), torch.tensor([True]), np.array([True])):
+        with pytest.raises(BadRequest, match=r"token id 0 is|only integer tensors"):
+            small.generate(prompt, max_tokens=1, progress=False)
+    assert len(small.generate(np.array(["a", "b"]), max_tokens=1, progress=False)) == 2
