@@ -39,9 +39,16 @@ _watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 class WatchedCache(ABC):
     """A cache that wants to know what the passes over it are told."""
 
+    _announced: tuple[int, int] = (0, 0)
+    """The positions, from and to, of the pass that was seen to begin and has not ended."""
+
     @abstractmethod
     def begin_pass(self, model: torch.nn.Module, inputs: Mapping[str, Any]) -> None:
         """``model`` is about to compute over this cache from ``inputs``, its arguments by name but for the cache. Raises to refuse."""
+
+    def end_pass(self) -> None:
+        """However it ended: the next one is another, whether it is seen to begin or not."""
+        self._announced = (0, 0)
 
 
 def watch(model: Any) -> torch.nn.Module:
@@ -50,6 +57,7 @@ def watch(model: Any) -> torch.nn.Module:
     module = module.get_base_model() if hasattr(module, "get_base_model") else module
     if module not in _watched:
         module.register_forward_pre_hook(_look, with_kwargs=True)
+        module.register_forward_hook(_look_back, with_kwargs=True, always_call=True)
         _watched.add(module)
     return module  # type: ignore[no-any-return]
 
@@ -60,6 +68,12 @@ def _look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         if isinstance(cache, WatchedCache):
             cache.begin_pass(module, {other: value for other, value in named.items() if other != name})
             return
+
+
+def _look_back(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, WatchedCache):
+            value.end_pass()
 
 
 def tokens_of(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:

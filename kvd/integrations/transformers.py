@@ -148,8 +148,6 @@ class KvdCache(Cache, WatchedCache):
         self._written = [0] * self._num_layers
         self._is_begun = False
         """Whether a layer has brought keys and values."""
-        self._announced = (0, 0)
-        """The positions, from and to, of the last pass that was seen to begin."""
         self._slots = Slots.empty(pool.blocks.device)
         self.layers: list[Any] = [_PagedLayer(self, index) for index in range(self._num_layers)]
         self.layer_class_to_replicate = None

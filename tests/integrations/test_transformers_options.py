@@ -229,6 +229,23 @@ def test_chance_is_refused(pool, model):
     model.eval()
 
 
+def test_a_pass_that_failed_tells_nothing_of_the_next(model, pool):
+    with pool.cache(PROMPT) as cache:
+        model(PROMPT[:, :20], **{_CACHE_ARGUMENT: cache})
+
+        def fails(*_):
+            raise RuntimeError("before the first layer")
+
+        hook = model.get_input_embeddings().register_forward_pre_hook(fails)
+        with pytest.raises(RuntimeError, match="before the first layer"):
+            model(PROMPT[:, 20:], **{_CACHE_ARGUMENT: cache})
+        hook.remove()
+        model.forward(OTHER[:, 20:], **{_CACHE_ARGUMENT: cache})  # nobody sees of what
+        cache.store(PROMPT)
+    with pool.cache(PROMPT) as cache:
+        assert cache.get_seq_length() == 16, "of whole blocks, what was seen"
+
+
 @pytest.mark.parametrize("away", ["another model", "round the call"])
 def test_what_was_not_seen_is_not_recorded(model, pool, away):
     other = copy.deepcopy(model) if away == "another model" else model
