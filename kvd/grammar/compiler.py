@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvd.config import GrammarConfig
 from kvd.grammar.errors import GrammarError
 from kvd.grammar.growth import Meter
-from kvd.grammar.memory import MAX_HELD_BYTES, MAX_KEPT_BYTES, Holdings
+from kvd.grammar.memory import MAX_HELD_BYTES, MAX_KEPT_BYTES, MAX_USED_BYTES, Holdings
 from kvd.grammar.sources import grammar_of
 from kvd.grammar.state import CompiledGrammar, MaskWriter, reason
 from kvd.grammar.vocabulary import Vocabulary, index
@@ -193,10 +193,11 @@ class GrammarCompiler:
         assert self._writer is not None, "a state comes from a compiled grammar"
         return self._writer.write(states, drafts)
 
-    def forget(self, constraint: Constraint) -> None:
-        """A sequence failed in it: what the library remembers of it may be used up, and the next one begins afresh."""
+    def forget(self, constraint: Constraint, compiled: object) -> None:
+        """A sequence failed in ``compiled``: what the library remembers of it may be used up, and the next one begins afresh, if it doesn't already."""
         with self._changed:
-            self._drop_kept(constraint)
+            if (kept := self._kept.get(constraint)) is not None and kept.result is compiled:
+                self._drop_kept(constraint)
 
     # ------------------------------------------------------------------------------------------ queue and threads
 
@@ -305,11 +306,18 @@ class GrammarCompiler:
         with self._changed:
             return sum(kept.num_bytes for kept in self._kept.values())
 
-    def _charge(self, grammars: Iterable[CompiledGrammar], grown_bytes: int) -> None:
-        """Their masks made the process grow."""
+    def _charge(self, grammars: Collection[CompiledGrammar], grown_bytes: int) -> None:
+        """Their masks made the process grow. Those charged with much in use are kept no longer; who uses them goes on."""
         self._memory.charge(grammars, grown_bytes)
         with self._changed:
+            for grammar in grammars:
+                if grammar.holding.used_bytes > MAX_USED_BYTES:
+                    self._drop_grammar(grammar)
             self._bound()
+
+    def _drop_grammar(self, grammar: CompiledGrammar) -> None:
+        for constraint in [each for each, kept in self._kept.items() if kept.result is grammar]:
+            self._drop_kept(constraint)
 
     def _bound(self) -> None:
         """Forget what has long been unused, beyond the bounds of what is kept; beyond that of all that lives give up the largest, kept or in use."""
@@ -327,8 +335,7 @@ class GrammarCompiler:
             if grammar is None or grammar.problem:
                 continue
             held_bytes -= grammar.holding.num_bytes
-            for constraint in [each for each, kept in self._kept.items() if kept.result is grammar]:
-                self._drop_kept(constraint)
+            self._drop_grammar(grammar)
             del grammar
             if (used := reference()) is not None:
                 used.problem = f"constraints in use hold more than {MAX_HELD_BYTES >> 20} MiB of memory, this one the most of them"

@@ -20,6 +20,10 @@ MAX_KEPT_BYTES = 256 << 20
 MAX_HELD_BYTES = 512 << 20
 """Of all that lives, in use or remembered; beyond, the largest is given up, and with it the requests that use it."""
 
+MAX_USED_BYTES = 32 << 20
+"""What one may be charged with in use before the next request has it compiled afresh. Memory that a mask needs only while it is computed goes back to
+the system too, and whoever uses it again is charged again: a constraint that is always in use would seem to grow for ever."""
+
 _TRIM_BYTES = 4 << 20
 """Freed memory goes back to the system by so much, at some milliseconds each time. What is taken before it has gone back is charged to nobody."""
 
@@ -65,6 +69,7 @@ class Holdings:
         with self._lock:
             for holding in charged:
                 holding.num_bytes += grown_bytes // len(charged)
+                holding.used_bytes += grown_bytes // len(charged)
                 self._held_bytes += grown_bytes // len(charged)
 
     def largest_first(self) -> list[weakref.ref[CompiledGrammar]]:

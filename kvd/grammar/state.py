@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ class Holding:
     is_counted: bool = False
     pending_bytes: int = 0
     """Taken between its masks, and to be charged with the next one."""
+    used_bytes: int = 0
+    """What it was charged with since it was compiled."""
 
     def note(self, faults: int) -> None:
         """The grammar had work done by this thread, which had touched ``faults`` pages before."""
@@ -102,7 +104,7 @@ class MaskWriter:
         num_threads: int,
         *,
         meter: Meter,
-        charge: Callable[[Iterable[CompiledGrammar], int], None],
+        charge: Callable[[Collection[CompiledGrammar], int], None],
     ) -> None:
         """``charge`` is told of grammars whose masks made the process grow, by ``meter``, and by how much."""
         from llguidance import LLExecutor
@@ -159,9 +161,11 @@ class MaskWriter:
             for part in [entries] if len(entries) >= _MIN_SPREAD else [[entry] for entry in entries]:
                 compute(part, address, self._mask_bytes, num_masks)
         grown_bytes = self._meter.grown_bytes(mark, is_spread=is_spread)
-        charged_bytes = grown_bytes + sum(grammar.holding.take_pending() for grammar in grammars)
-        if charged_bytes:
-            self._charge(grammars, charged_bytes)
+        for grammar in grammars:
+            if pending_bytes := grammar.holding.take_pending():
+                self._charge((grammar,), pending_bytes)
+        if grown_bytes:
+            self._charge(grammars, grown_bytes)
         return grown_bytes
 
 

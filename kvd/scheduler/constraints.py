@@ -6,7 +6,7 @@ A constraint says when its text is complete: the choice ends with ``stop`` as so
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvd.scheduler.choosing import num_sequences
 from kvd.scheduler.ending import Endings
@@ -28,6 +28,8 @@ class Constraints:
         self._compiling: dict[Request, int] = {}
         self.num_slots = 0
         """Running places that those who wait for their constraints will want."""
+        self._num_outgrown = 0
+        """Of those that the compiler gave up, how many are no longer in use."""
 
     @property
     def num_compiling(self) -> int:
@@ -59,6 +61,17 @@ class Constraints:
         """Let those enter whose constraints are there by now, and end those for whom there are none."""
         for request, ticket in list(self._compiling.items()):
             self._look(request, ticket)
+
+    def end_outgrown(self, requests: Iterable[Request]) -> None:
+        """Fail those whose constraint the compiler gave up, wherever they are: what they hold is needed. O(1) while it gives none up."""
+        if self._compiler is None or self._num_outgrown == self._compiler.num_outgrown:
+            return
+        self._num_outgrown = self._compiler.num_outgrown
+        for request in list(requests):
+            if request.constraint is not None and (problem := request.constraint.problem):
+                self._give_up(
+                    request, max((sequence.num_known for sequence in request.sequences), default=request.num_prompt_tokens), problem
+                )
 
     def _take(self, request: Request) -> None:
         """The request waits for its constraint no longer."""
@@ -125,7 +138,7 @@ class Constraints:
         assert state is not None, "it has a mask"
         command, num_out = request.command, sequence.num_known - request.num_prompt_tokens
         if problem := state.problem:
-            self._give_up(sequence, problem)
+            self._give_up(request, sequence.num_known, problem)
         elif num_out < command.min_tokens and state.is_complete and not int.from_bytes(mask, "little") & ~_bits(command.stop_token_ids):
             if num_out:
                 self._endings.end_choice(sequence, FinishReason.STOP)
@@ -133,13 +146,13 @@ class Constraints:
                 message = f"the constraint is met by nothing but the empty text, and min_tokens is {command.min_tokens}"
                 self._endings.fail(request, ErrorCode.BAD_REQUEST, message)
 
-    def _give_up(self, sequence: Sequence, problem: str) -> None:
-        """A limit of the library is exceeded: the request fails, and the next one with this constraint has it compiled afresh."""
-        request = sequence.request
+    def _give_up(self, request: Request, num_known: int, problem: str) -> None:
+        """A limit is exceeded: the request fails, and the next one with this constraint has it compiled afresh."""
         assert self._compiler is not None, "it has a constraint"
         assert request.command.constraint is not None, "it has a constraint"
-        self._compiler.forget(request.command.constraint)
-        num_out = sequence.num_known - request.num_prompt_tokens
+        assert request.constraint is not None, "it has a constraint"
+        self._compiler.forget(request.command.constraint, request.constraint)
+        num_out = num_known - request.num_prompt_tokens
         self._endings.fail(request, ErrorCode.BAD_REQUEST, f"the constraint became too complex after {num_out} tokens: {problem}")
 
     def end_if_over(self, sequence: Sequence, token_id: int) -> bool:
@@ -152,7 +165,7 @@ class Constraints:
                 message = f"token {token_id} was sampled, which the constraint forbids: {problem}"
                 self._endings.fail(sequence.request, ErrorCode.INTERNAL, message)
             else:
-                self._give_up(sequence, problem)
+                self._give_up(sequence.request, sequence.num_known, problem)
             return True
         if state.is_over:
             self._endings.end_choice(sequence, FinishReason.STOP)

@@ -63,12 +63,20 @@ class ConstraintState(Protocol):
 class CompiledConstraint(Protocol):
     """A constraint that something matches."""
 
+    @property
+    def problem(self) -> str:
+        """Why nobody may go on with it; empty while they may."""
+
     def start(self) -> ConstraintState:
         """A sequence before its first token."""
 
 
 class ConstraintCompiler(Protocol):
     """Compiles constraints elsewhere. Called on the engine thread; never waits."""
+
+    @property
+    def num_outgrown(self) -> int:
+        """How many compiled ones got a ``problem`` so far."""
 
     def begin(self, constraint: Constraint) -> int | None:
         """A ticket for the compiled constraint, perhaps there already; None: too many wait."""
@@ -79,8 +87,8 @@ class ConstraintCompiler(Protocol):
     def cancel(self, ticket: int) -> None:
         """Nobody waits with this ticket any more."""
 
-    def forget(self, constraint: Constraint) -> None:
-        """A sequence failed in it: compile it afresh next time."""
+    def forget(self, constraint: Constraint, compiled: CompiledConstraint) -> None:
+        """A sequence failed in ``compiled``: unless it has been replaced, compile the constraint afresh next time."""
 
     def stats(self) -> Mapping[str, int]:
         """Counters since the start, and how much waits."""

@@ -271,13 +271,14 @@ class Scheduler:
         return self._settle()
 
     def expire(self) -> list[Event]:
-        """What is due without a step: constraints that are compiled by now, requests whose time is over, stalled ones for too long or too many of them, and what ``schedule`` had to end."""
+        """What is due without a step: constraints that are compiled by now or were given up, requests whose time is over, stalled ones for too long or too many of them, and what ``schedule`` had to end."""
         if self._deadlines.next_s is not None:
             for request, code, message in self._deadlines.due(self._clock.monotonic()):
                 retry_after_s = self._endings.retry_after_s(request.priority) if code is ErrorCode.QUEUE_TIMEOUT else 0.0
                 self._endings.fail(request, code, message, retry_after_s)
         if self._constraints.num_compiling:
             self._constraints.poll()
+        self._constraints.end_outgrown(self._requests.values())
         stalled = self._roster.stalled
         if stalled:
             limit_s = self._clock.monotonic() - self._config.stall_timeout_s

@@ -16,6 +16,7 @@ class SlowCompiler:
 
     def __init__(self):
         self.ends = False
+        self.num_outgrown = 0
         self.tickets = {}
 
     def begin(self, constraint):

@@ -188,10 +188,14 @@ def test_what_is_kept_has_a_bound_of_bytes() -> None:
 
 def test_what_failed_a_sequence_is_compiled_afresh() -> None:
     bench = Bench()
-    bench.compiled("a")
-    bench.compiler.forget(Constraint("regex", ("a",)))
-    bench.compiler.forget(Constraint("regex", ("unknown",)))
-    bench.compiled("a")
+    first = bench.compiled("a")
+    bench.compiler.forget(Constraint("regex", ("unknown",)), first)
+    assert bench.compiled("a") is first
+    bench.compiler.forget(Constraint("regex", ("a",)), first)
+    second = bench.compiled("a")
+    assert second is not first
+    bench.compiler.forget(Constraint("regex", ("a",)), first)
+    assert bench.compiled("a") is second, "another sequence of the first one has no say about its successor"
     assert bench.begun == ["a", "a"]
 
 

@@ -14,7 +14,7 @@ from kvd.config import GrammarConfig
 from kvd.grammar import compiler as compiler_module
 from kvd.grammar.compiler import GrammarCompiler
 from kvd.grammar.growth import Meter
-from kvd.grammar.memory import Holdings, trim
+from kvd.grammar.memory import MAX_USED_BYTES, Holdings, trim
 from kvd.grammar.state import CompiledGrammar, GrammarState
 from kvd.grammar.vocabulary import Vocabulary
 from kvd.types import Constraint
@@ -154,6 +154,77 @@ def test_beyond_the_bound_of_all_in_use_the_largest_is_given_up_and_ordinary_one
     compiled(compiler, ORDINARY)
     assert compiler.num_hits == hits + 1
     until(lambda: compiler.stats()["held_bytes"] <= 24 * MIB)
+    compiler.close()
+
+
+def test_what_one_took_between_its_masks_is_charged_to_no_other() -> None:
+    compiler = new_compiler()
+    growing_one, innocent = compiled(compiler, growing(0)), compiled(compiler, ORDINARY)
+    states = [grammar.start() for grammar in (growing_one, innocent) for _ in range(8)]
+    for _ in range(3):
+        compiler.masks(states, ((),) * 16)
+    charged = growing_one.holding.num_bytes, innocent.holding.num_bytes
+    growing_one.holding.pending_bytes += MIB
+    compiler.masks(states, ((),) * 16)
+    slack = 64 << 10  # what the library's threads may take
+    assert growing_one.holding.num_bytes - charged[0] == pytest.approx(MIB, abs=slack)
+    assert innocent.holding.num_bytes - charged[1] <= slack
+    compiler.close()
+
+
+def test_what_was_charged_with_much_in_use_is_compiled_afresh_and_whoever_uses_it_goes_on() -> None:
+    compiler = new_compiler()
+    first = compiled(compiler, ORDINARY)
+    state = first.start()
+    first.holding.pending_bytes += MAX_USED_BYTES // 2
+    compiler.masks([state], [()])
+    assert compiled(compiler, ORDINARY) is first
+    first.holding.pending_bytes += MAX_USED_BYTES // 2 + 1
+    compiler.masks([state], [()])
+    second = compiled(compiler, ORDINARY)
+    assert second is not first
+    assert second.holding.num_bytes < MIB
+    first.holding.pending_bytes += 1
+    compiler.masks([state], [()])
+    assert state.problem == ""
+    assert compiled(compiler, ORDINARY) is second
+    assert compiler.stats()["outgrown"] == 0
+    del first, state
+    until(lambda: compiler.stats()["held_bytes"] == second.holding.num_bytes)
+    compiler.close()
+
+
+def walk(compiler: GrammarCompiler, constraint: Constraint, rng: random.Random) -> int:
+    """One request, with random tokens among those allowed. How many masks it had."""
+    state, num_masks = compiled(compiler, constraint).start(), 0
+    while not state.is_over:
+        draft = state.forced(4)
+        mask = int.from_bytes(compiler.masks([state], [draft])[:36], "little")
+        assert state.problem == ""
+        letters = [byte for byte in range(32, 127) if mask >> byte & 1 and byte != ord("\\")]
+        state.advance(rng.choice(letters or [EOS]))
+        num_masks += 1
+    return num_masks
+
+
+def test_what_is_always_in_use_never_seems_to_grow_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that masks need only meanwhile is charged each time that it comes back after a trim."""
+    limit_bytes = MIB // 2
+    monkeypatch.setattr(compiler_module, "MAX_USED_BYTES", limit_bytes)
+    fields = {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 150}}
+    schema = {"type": "object", "properties": fields, "required": ["name", "age"], "additionalProperties": False}
+    compiler, rng, constraint = new_compiler(), random.Random(0), Constraint("json_schema", (json.dumps(schema),))
+    compiled(compiler, constraint)
+    first_bytes, num_masks, most_bytes = compiler.stats()["held_bytes"], 0, 0
+    while num_masks < 20_000:
+        num_masks += walk(compiler, constraint, rng)
+        trim()
+        most_bytes = max(most_bytes, compiler.stats()["held_bytes"])
+    assert most_bytes <= first_bytes + 4 * limit_bytes
+    stats = compiler.stats()
+    assert stats["kept"] == 1
+    assert stats["outgrown"] == 0
+    assert stats["compiled"] < stats["hits"] / 4, "afresh now and then, and not each time"
     compiler.close()
 
 

@@ -78,6 +78,7 @@ class WordState:
 class Words:
     def __init__(self, words):
         self.words = words
+        self.problem = ""
 
     def start(self):
         return WordState(self.words)
@@ -93,6 +94,7 @@ class WordCompiler:
         self.done = {}
         self.forgotten = []
         self.num_masks = 0
+        self.num_outgrown = 0
         self._last = 0
 
     def begin(self, constraint):
@@ -120,7 +122,8 @@ class WordCompiler:
         del self.tickets[ticket]
         self.done.pop(ticket, None)
 
-    def forget(self, constraint):
+    def forget(self, constraint, compiled):
+        assert isinstance(compiled, Words)
         self.forgotten.append(constraint)
 
     def stats(self):

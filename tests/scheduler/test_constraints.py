@@ -212,6 +212,52 @@ def test_a_token_that_the_mask_forbade_is_a_fault_of_the_daemon(monkeypatch):
     assert not world.compiler.forgotten
 
 
+@pytest.mark.parametrize("where", ["stalled", "queued", "preempted", "in a step"])
+def test_a_constraint_that_is_given_up_leaves_memory_wherever_its_requests_are(where):
+    world = ConstraintWorld(max_running=1 if where == "queued" else 8, num_blocks=14 if where == "preempted" else 64, max_in_flight=2)
+    requests = [world.submit(prompt(8, salt), LONG, max_tokens=30, credit=3 if where == "stalled" else 1000) for salt in range(4)]
+    roster = world.scheduler._roster
+    is_there = {
+        "stalled": lambda: roster.stalled,
+        "queued": lambda: len(roster.queue) and roster.running,
+        "preempted": lambda: roster.num_preemptions,
+        "in a step": lambda: world.in_flight,
+    }[where]
+    for _ in range(20):
+        if is_there():
+            break
+        world.round()
+    assert is_there()
+    running = {sequence.request for sequence in roster.running}
+    there = {"stalled": roster.stalled, "in a step": running}.get(where, set(world.scheduler._requests.values()) - running)
+    chosen, grammar = next((request.request_id, request.constraint) for request in there)
+    del running, there
+    grammar.problem = "they hold more than 512 MiB"
+    world.take(world.scheduler.expire())
+    assert chosen not in world.ends, "nobody is asked as long as the compiler gives none up"
+    world.compiler.num_outgrown += 1
+    gc.disable()
+    try:
+        reference = weakref.ref(grammar)
+        del grammar
+        world.take(world.scheduler.expire())
+        assert isinstance(world.ends[chosen], RequestFailed)
+        assert world.ends[chosen].code == ErrorCode.BAD_REQUEST
+        assert "they hold more than 512 MiB" in world.ends[chosen].message
+        if where != "in a step":
+            assert reference() is None
+    finally:
+        gc.enable()
+    assert len(world.compiler.forgotten) == 1
+    for request in requests:
+        world.take(world.scheduler.grant(request, 100))
+    world.finish_all()
+    assert reference() is None
+    for salt, request in enumerate(requests):
+        if request != chosen:
+            assert world.heard(request) == expected(prompt(8, salt), LONG, max_tokens=30)
+
+
 @pytest.mark.parametrize("words", [WORDS, ("abc…def",)], ids=["matched", "given up"])
 def test_what_a_constraint_holds_is_gone_with_its_request_and_waits_for_no_collector(words):
     world = ConstraintWorld(max_in_flight=2)
