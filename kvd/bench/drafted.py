@@ -27,9 +27,9 @@ async def random(server: Server, setting: Setting) -> Measured:
 
 
 async def _decoded(server: Server, setting: Setting, text: Callable[[int], str], *, is_drawn: bool) -> Measured:
-    """Output tokens over the time of all answers, so many at a time as the point says. The prompts have been asked before, so that hardly anything but decoding is left.
+    """Output tokens by time while every stream has an answer under way, so many at a time as the point says. The prompts have been asked before, so that hardly anything but decoding is left.
 
-    Streams whose drafts are accepted end sooner than others beside them, and go on with the next answer: with one answer each, the time would be that of the slowest alone.
+    Streams whose drafts are accepted end sooner than others beside them, and go on with the next answer. When there is none, fewer and fewer run: that would measure how unlike the answers are.
     """
     point = setting.point
 
@@ -38,10 +38,10 @@ async def _decoded(server: Server, setting: Setting, text: Callable[[int], str],
         return [Ask(prompts.alone(text(number)), max_tokens, seed=number if is_drawn else None) for number in numbers]
 
     await together(server, asks(min(_PRIMER_TOKENS, point.output_tokens)), point.concurrency)
-    answers, wall_s = await together(server, asked := asks(point.output_tokens), point.concurrency)
+    answers, _ = await together(server, asked := asks(point.output_tokens), point.concurrency)
     return Measured(
         {
-            "output_tokens_per_s": sum(each.completion_tokens for each in answers) / wall_s,
+            "output_tokens_per_s": _rate_while_all_run(answers, point.concurrency),
             "ttft_s": ttfts(answers)["ttft_s"],
             "answer_s": median(times := [each.ended_s - each.asked_s for each in answers]),
             "answer_max_s": max(times),
@@ -51,6 +51,13 @@ async def _decoded(server: Server, setting: Setting, text: Callable[[int], str],
         answers,
         short_warnings(asked, answers),
     )
+
+
+def _rate_while_all_run(answers: list[Answer], width: int) -> float:
+    """Tokens a second from the first request until fewer than ``width`` answers are under way."""
+    begin_s = min(each.asked_s for each in answers)
+    end_s = sorted(each.ended_s for each in answers)[len(answers) - width]
+    return sum(each.tokens_within(begin_s, end_s) for each in answers) / (end_s - begin_s)
 
 
 def _acceptance(answers: list[Answer]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from kvd.bench.results import Result
 from kvd.bench.tables import FOLDERS, all_figures, cell, interval, notes, period, started, starts
 
 _ABOUT_SPECULATION = (
-    "Output tokens a second of streams that ask one answer after another, four each, until the last is over, of prompts that the cache has already; `off` is the baseline. All modes are asked of one daemon, in turns, and each has a cache salt of its own. *repetitive*:",
+    "Output tokens a second of streams that ask one answer after another, four each, while all of them are busy, of prompts that the cache has already; `off` is the baseline. All modes are asked of one daemon, in turns, and each has a cache salt of its own. *repetitive*:",
     "greedy answers to requests that repeat a text of their prompt (a copy, a copy with a word replaced, a list as JSON, a log that goes on). *random*: stories, drawn at temperature 1. Before what counts, the same prompts are asked for 32 tokens.",
     "Acceptance: accepted over drafted tokens; from drafts: accepted over all tokens of the answers. [How it works](speculation.md).",
 )

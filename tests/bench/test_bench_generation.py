@@ -47,6 +47,23 @@ def test_acceptance_is_told_where_something_was_drafted():
     assert not {"acceptance", "from_drafts"} & run(repetitive, point, ScriptedServer()).metrics.keys()
 
 
+def test_the_rate_is_that_of_the_time_in_which_all_streams_are_busy():
+    class OneIsSlow(ScriptedServer):
+        async def ask(self, ask):
+            is_last = len(self.asked) == 9
+            answer = await super().ask(ask)
+            if is_last:
+                await asyncio.sleep(0.5)
+                answer.ended_s += 0.5
+            return answer
+
+    point = Point("repetitive", 0, 40, 2, 5)
+    quick = run(repetitive, point, ScriptedServer()).metrics
+    slow = run(repetitive, point, OneIsSlow()).metrics
+    assert slow["answer_max_s"] > quick["answer_max_s"] + 0.4
+    assert slow["output_tokens_per_s"] > 0.6 * quick["output_tokens_per_s"]
+
+
 def test_only_what_is_known_is_timed():
     server = ScriptedServer(prompt_token_s=0.0002)
     measured = run(repetitive, Point("repetitive", 0, 40, 2, 4), server)
