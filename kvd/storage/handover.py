@@ -33,6 +33,11 @@ class Handover:
         return self.uncommitted or self.has_changes
 
     @property
+    def is_outstanding(self) -> bool:
+        """Whether something was handed over that is not durable yet."""
+        return bool(self._outstanding)
+
+    @property
     def awaits_commit(self) -> bool:
         """Whether a commit was asked for and has not come yet."""
         return any(changes.commit for changes in self._outstanding)

@@ -92,6 +92,8 @@ class Planner:
         self.is_broken = False
         """Nothing is handled any more: what the index says may be wrong, and stays as it is."""
         self._logged_roots: set[BlockHash] = set()
+        self._trimmed_lsn: int | None = None
+        """The newest record when the index was last trimmed, until nobody can learn any more of the namespaces that went."""
         self._hot = HotBlocks(limits.write_policy, limits.max_wanted, dwell_s=limits.write_dwell_s)
         self._unknown_pin = ""
         self._fault = FaultEpisode(log)
@@ -445,12 +447,22 @@ class Planner:
             self._next_checkpoint_s = now + self._limits.checkpoint_interval_s
             if self._bounds.keep():
                 self._logged_roots &= self._index.namespaces.keys()
-                self._codec.retain(self._index.namespaces)
+                self._trimmed_lsn = self._wal.last_lsn
+            self._forget_gone_namespaces()
             if self._handover.is_due or self._hot.num_under_way or self._fault.reason:
                 self._handover.send(commit=True)
         if self._operations:
             self._operations.complete()
             self._set_eager()
+
+    def _forget_gone_namespaces(self) -> None:
+        """The threads that write may still learn one from what was handed to them before the trim, so this goes on until they are past that."""
+        if self._trimmed_lsn is None:
+            return
+        are_past_it = not self._handover.is_outstanding and self._wal.durable_lsn >= self._trimmed_lsn
+        self._codec.retain(self._index.namespaces)
+        if are_past_it:
+            self._trimmed_lsn = None
 
     def _grant(self) -> None:
         """Hand hot blocks to the engine thread, pinned ones first, as long as there is room for them on disk and under way."""

@@ -20,7 +20,7 @@ from kvd.cli.exits import Exit
 from kvd.commands import Recipe
 from kvd.config import ConfigError
 from kvd.observe import failpoints
-from kvd.storage import budget, schema, two_copies
+from kvd.storage import schema, two_copies
 from kvd.storage.encryption import reading_encryption
 from kvd.storage.errors import EncryptionKeyError, KeysUnreadableError, NamespaceGoneError, RecipesUnreadableError, UnknownFormatError
 from kvd.storage.generations import read_current
@@ -248,25 +248,6 @@ def test_of_a_namespace_that_has_left_the_index_no_salt_is_kept_and_nothing_is_w
     assert [node.root for node in index.nodes.values()] == [other.root]
     codec.learn(SALTED)
     assert codec.unpack_node(codec.node_key(node_row().block_hash), codec.pack_node(node_row())) == node_row()
-
-
-def test_what_is_known_of_salts_is_bounded_however_many_clients_choose(tmp_path, key_file, monkeypatch):
-    monkeypatch.setattr(budget, "_MAX_NODES", 40)
-    state = tmp_path / "state"
-    world = World(state, num_blocks=16, store_encryption_key_file=key_file)
-    planner, codec = world.storage._running.planner, world.storage._encryption.codec
-    for number in range(120):
-        world.ask(prompt(number, 17), Namespace(FINGERPRINT, tenant_salt("", b"salt %d" % number)))
-    for _ in range(2):  # one is used again, and stays
-        world.ask(prompt(0, 17), Namespace(FINGERPRINT, tenant_salt("", b"salt 0")))
-    assert not world.checkpoint().error
-    world.until(lambda: not planner._mail and len(codec._salts) < 60 and len(planner._logged_roots) < 60)
-    assert not world.storage.status()["degraded"]
-    assert world.stop()
-    world = World(state, num_blocks=16, store_encryption_key_file=key_file)
-    assert world.ask(prompt(0, 17), Namespace(FINGERPRINT, tenant_salt("", b"salt 0"))) == 16
-    assert world.storage.status()["damage"] == []
-    world.stop()
 
 
 def test_a_group_of_records_has_its_new_tenants_keys_in_one_write(tmp_path, key_file):
