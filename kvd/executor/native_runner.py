@@ -1,8 +1,8 @@
 """The runner on kvd's own CPU kernels: steps are launched into a queue that runs them one after another outside of the interpreter.
 
 What a row sampled stays in the queue and is the next step's input there, so that a step begins when the one before it ends. That goes for rows that are
-greedy or draw from all of their distribution; steps in which a row wants more (top-k, top-p, min-p, penalties, log-probabilities, bans, further choices)
-are sampled here: launching such a step waits for it.
+greedy or draw from all of their distribution, or from what biases, lists and masks leave of it, with log-probabilities or without; steps in which a row wants
+more (top-k, top-p, min-p, penalties, bad words of several ids, further choices) are sampled here: launching such a step waits for it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvd.executor.native_model import NativeModel, adapter_arguments, step_array
 from kvd.executor.runner import ModelRunner
 from kvd.executor.sampling.noise import stream_keys
 from kvd.step import ExecutorOutput, SchedulerOutput
+from kvd.types import TokenLogprobs
 
 _IN_QUEUE = -1
 """In the place of a token id that only the queue knows yet."""
@@ -40,6 +41,8 @@ class PendingStep:
     choices: list[int]
     queue: Any
     queued: Any
+    shaping: Any = None
+    """What the rows wished beside tokens; None: nothing."""
 
     def done(self) -> bool:
         return bool(self.queued.done())
@@ -48,8 +51,9 @@ class PendingStep:
         """Wait for the step; raises what went wrong in it or before it."""
         self.queue.wait(self.queued)
         token_ids, failed = self.queued.sampled, self.queued.failed
+        logprobs = None if self.shaping is None else self._logprobs(token_ids)
         if not failed:
-            return ExecutorOutput(self.step, self.sampled_rows, self.choices, token_ids)
+            return ExecutorOutput(self.step, self.sampled_rows, self.choices, token_ids, logprobs)
         failed_rows = tuple(self.rows[failed].tolist())
         good = [index for index, row in enumerate(self.sampled_rows) if row not in failed_rows]
         return ExecutorOutput(
@@ -57,8 +61,19 @@ class PendingStep:
             [self.sampled_rows[index] for index in good],
             [self.choices[index] for index in good],
             [token_ids[index] for index in good],
+            None if logprobs is None else [logprobs[index] for index in good],
             failed_rows=failed_rows,
+            stuck_rows=() if self.shaping is None else tuple(self.sampled_rows[index] for index in self.shaping.stuck),
         )
+
+    def _logprobs(self, token_ids: list[int]) -> list[TokenLogprobs | None] | None:
+        scored = self.shaping.scored
+        if not scored:
+            return None
+        entries: list[TokenLogprobs | None] = [None] * len(token_ids)
+        for index, logprob, top in scored:
+            entries[index] = TokenLogprobs(token_ids[index], logprob, top)
+        return entries
 
 
 class NativeRunner(ModelRunner):
@@ -89,15 +104,15 @@ class NativeRunner(ModelRunner):
         reached = np.flatnonzero(rows.samples)
         sampled_rows = rows.rows[reached]
         positions = batch.num_known[sampled_rows]
-        is_untruncated = (
-            rows.drafts is None and not self._scores.are_wanted(rows) and self._sampling.are_untruncated(sampled_rows, positions)
-        )
-        queued = self._put(step, rows, reached if is_untruncated else _NOTHING, positions)
-        if is_untruncated:
+        if rows.drafts is None and not self._scores.are_wanted(rows) and self._sampling.are_separable(sampled_rows):
+            shaping = self._shaping(sampled_rows, positions)
+            queued = self._put(step, rows, reached, positions, shaping)
             batch.append(sampled_rows, np.full(len(sampled_rows), _IN_QUEUE))
             if self._draft is not None:
                 self._late.expect(sampled_rows, positions, done=queued.done, read=lambda: np.array(queued.sampled))
-            return PendingStep(step.step, rows.rows, sampled_rows.tolist(), self._sampling.choices(sampled_rows), self._queue, queued)
+            choices = self._sampling.choices(sampled_rows)
+            return PendingStep(step.step, rows.rows, sampled_rows.tolist(), choices, self._queue, queued, shaping)
+        queued = self._put(step, rows, _NOTHING, positions)
         self._queue.wait(queued)
         return self._finish_here(step.step, rows, queued)
 
@@ -113,7 +128,29 @@ class NativeRunner(ModelRunner):
         limits = {"max_rows": self._max_rows, "max_model_len": self._max_model_len}
         return NativeRunner(self._native.over(pool), pool, self._vocab_size, **limits, queue=self._queue)
 
-    def _put(self, step: SchedulerOutput, rows: StepRows, sampling: np.ndarray, positions: np.ndarray) -> Any:
+    def _shaping(self, rows: np.ndarray, positions: np.ndarray) -> Any:
+        """What ``rows`` wish of their draws at ``positions``, for the queue; None: nothing."""
+        wishes = self._sampling.wishes(rows, positions)
+        if wishes is None:
+            return None
+        rules, masks = wishes.rules, wishes.masks
+        shaping = native.module().Shaping(
+            len(rows),
+            rules.bias_draw,
+            rules.bias_id,
+            rules.bias_value,
+            rules.allowed_draw,
+            rules.allowed_id,
+            rules.banned_draw,
+            rules.banned_id,
+            _NOTHING if masks is None else masks.draws,
+            wishes.num_logprobs,
+        )
+        if masks is not None:
+            shaping.give_masks(masks.octets.reshape(-1))
+        return shaping
+
+    def _put(self, step: SchedulerOutput, rows: StepRows, sampling: np.ndarray, positions: np.ndarray, shaping: Any = None) -> Any:
         pool = self._native_pool
         temperatures, keys = _NO_TEMPERATURES, _NO_KEYS
         if len(sampling):
@@ -135,6 +172,7 @@ class NativeRunner(ModelRunner):
             temperatures,
             keys,
             *adapter_arguments(rows),
+            shaping=shaping,
         )
 
     def _finish_here(self, step: int, rows: StepRows, queued: Any) -> ExecutorOutput:

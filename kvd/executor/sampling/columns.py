@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvd.executor.sampling.masks import DrawMasks, StepMasks
-from kvd.executor.sampling.rules import DrawRules, TokenRules
+from kvd.executor.sampling.rules import NO_RULES, DrawRules, TokenRules
 from kvd.step import SchedulerOutput, StartedRow
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 """Colder than this is greedy: dividing by it would say nothing more."""
 
+_NO_TOKENS = np.zeros((0, 0), dtype=np.int64)
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -45,6 +46,16 @@ class Draws:
     """What constraints allow; None: no draw has one."""
     drafted: tuple[np.ndarray, np.ndarray] | None = None
     """(draw, token id) pairs, int64: what was drafted before the draw's position, and counts as said for the penalties; None: nothing anywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What one step's draws, one a row, wish beside a token."""
+
+    rules: DrawRules
+    masks: DrawMasks | None
+    num_logprobs: np.ndarray
+    """int64, of each draw, -1 for none; empty: nobody's."""
 
 
 class SamplingColumns:
@@ -103,12 +114,28 @@ class SamplingColumns:
 
     def are_untruncated(self, rows: np.ndarray, positions: np.ndarray) -> bool:
         """As ``are_plain``, but for rows that draw from all of their distribution too."""
+        has_wish = self._masks is not None or (self._num_logprobs[rows] >= 0).any() or self._rules.hold(rows, positions)
+        return not has_wish and self.are_separable(rows)
+
+    def are_separable(self, rows: np.ndarray) -> bool:
+        """Whether a draw of ``rows`` is a matter of one pass over its logits, whatever was sampled before: they are greedy or draw from all that their rules and masks leave, and
+        have no penalty, no bad word of several ids and no second choice.
+        """
         floats = self._floats
         is_truncated = (floats["temperature"][rows] > 0) & (
             (self._top_k[rows] > 0) | (floats["top_p"][rows] < 1) | (floats["min_p"][rows] > 0)
         )
-        asks_more = is_truncated | self._penalised[rows] | (self._num_logprobs[rows] >= 0) | (self._num_choices[rows] > 1)
-        return self._masks is None and not asks_more.any() and not self._rules.hold(rows, positions)
+        asks_more = is_truncated | self._penalised[rows] | self._rules.follows_output[rows] | (self._num_choices[rows] > 1)
+        return not asks_more.any()
+
+    def wishes(self, rows: np.ndarray, positions: np.ndarray) -> Wishes | None:
+        """What ``rows``, which are separable, wish of their draws at ``positions`` beside a token; None: nothing."""
+        num_logprobs = self._num_logprobs[rows]
+        rules = self._rules.of(rows, positions, _NO_TOKENS)
+        masks = None if self._masks is None else self._masks.of(rows, positions)
+        if rules is None and masks is None and not (num_logprobs >= 0).any():
+            return None
+        return Wishes(rules or NO_RULES, masks, num_logprobs if (num_logprobs >= 0).any() else num_logprobs[:0])
 
     def randomness(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Temperatures float32 (0 for greedy), seeds uint64 and choices int64 of the rows."""

@@ -53,6 +53,9 @@ class DrawRules:
         return np.union1d(self.allowed_draw, self.banned_draw)
 
 
+NO_RULES = DrawRules(_NO_IDS, _NO_IDS, _NO_VALUES, _NO_IDS, _NO_IDS, _NO_IDS, _NO_IDS)
+
+
 @dataclass(frozen=True, slots=True)
 class _RowRules:
     bias_id: np.ndarray
@@ -73,6 +76,8 @@ class TokenRules:
         self._rows: dict[int, _RowRules] = {}
         self.always = np.zeros(max_rows, dtype=bool)
         """Rows with a rule that outlasts ``min_tokens``."""
+        self.follows_output = np.zeros(max_rows, dtype=bool)
+        """Rows with a rule that looks at what was sampled: bad words of several ids."""
         self._free_at = np.zeros(max_rows, dtype=np.int64)
         """Position from which on what ``min_tokens`` forbids may be drawn; 0 where it forbids nothing."""
 
@@ -83,6 +88,7 @@ class TokenRules:
         self._rows.pop(row, None)
         self._free_at[row] = started.num_prompt_tokens + started.min_tokens if early else 0
         self.always[row] = bool(sampling.logit_bias or sampling.allowed_token_ids or sampling.banned_token_ids or sampling.bad_words)
+        self.follows_output[row] = any(len(word) > 1 for word in sampling.bad_words)
         if not early and not self.always[row]:
             return
         bias = dict(sampling.logit_bias)

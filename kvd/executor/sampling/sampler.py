@@ -44,7 +44,7 @@ def sample(logits: Tensor, draws: Draws, counts: TokenCounts, amend: Callable[[T
     ids drawn, has the last word on these.
     """
     asked = np.flatnonzero(draws.num_logprobs >= 0)
-    raw = torch.log_softmax(logits[_to(logits, asked)], dim=-1) if len(asked) else None
+    raw = logits[_to(logits, asked)] if len(asked) else None
     stuck = shape(logits, draws, counts)
     chosen = _choose(logits, draws).cpu().numpy()
     if amend is not None:
@@ -182,7 +182,15 @@ def _threshold(values: Tensor, which: np.ndarray, draws: Draws) -> tuple[Tensor,
 
 
 def _logprobs(raw: Tensor, asked: np.ndarray, chosen: np.ndarray, num_logprobs: np.ndarray) -> list[TokenLogprobs | None]:
+    """Of the draws ``asked``, whose logits are ``raw [len(asked), V]``."""
     entries: list[TokenLogprobs | None] = [None] * len(chosen)
+    if raw.device.type == "cpu" and native.status().isa is not None:
+        # as with draws: a step in the queue tells the native kernels' numbers
+        scored = native.module().score(native.pool(), raw.contiguous(), num_logprobs[asked], chosen[asked])
+        for draw, (logprob, top) in zip(asked.tolist(), scored, strict=True):
+            entries[draw] = TokenLogprobs(int(chosen[draw]), logprob, top)
+        return entries
+    raw = torch.log_softmax(raw, dim=-1)
     most = int(num_logprobs.max())
     values, ids = torch.topk(raw, min(most, raw.shape[1]), dim=-1)
     own = raw.gather(1, _to(raw, chosen[asked])[:, None]).squeeze(1).tolist()

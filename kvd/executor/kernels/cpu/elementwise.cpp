@@ -370,10 +370,85 @@ int64_t drawn(const float* logits, int64_t size, float temperature, uint64_t key
     return place;
 }
 
+void forbid(float* x, int64_t size, const uint8_t* octets) {
+    int64_t i = 0;
+#if defined(KVD_ISA_avx512)
+    const __m512 nothing = _mm512_set1_ps(-INFINITY);
+    for (; i + 16 <= size; i += 16) {
+        uint16_t bits;
+        std::memcpy(&bits, octets + i / 8, sizeof bits);
+        if (bits != 0xffff) _mm512_mask_storeu_ps(x + i, static_cast<__mmask16>(~bits), nothing);
+    }
+#else
+    for (; i + 8 <= size; i += 8) {
+        const uint8_t bits = octets[i / 8];
+        if (bits == 0xff) continue;
+        if (bits == 0) {
+            std::fill(x + i, x + i + 8, -INFINITY);
+            continue;
+        }
+        for (int64_t j = 0; j < 8; ++j)
+            if (!(bits >> j & 1)) x[i + j] = -INFINITY;
+    }
+#endif
+    for (; i < size; ++i)
+        if (!(octets[i / 8] >> i % 8 & 1)) x[i] = -INFINITY;
+}
+
+double sum_of_exponentials(const float* x, int64_t size, float maximum) {
+    constexpr int64_t STRETCH = 1024;  // so many are summed as float32
+    double total = 0.0;
+    for (int64_t first = 0; first < size; first += STRETCH) {
+        Vec sum = Vec::set(0.0f);
+        vectors(std::min(size - first, STRETCH), [&](int64_t i, auto whole, int64_t n) {
+            if constexpr (whole) {
+                sum = sum + exp(Vec::load(x + first + i) - Vec::set(maximum));
+            } else {
+                for (int64_t j = 0; j < n; ++j) total += std::exp(static_cast<double>(x[first + i + j] - maximum));
+            }
+        });
+        total += static_cast<double>(sum.sum());
+    }
+    return total;
+}
+
+std::vector<std::pair<int64_t, float>> top(const float* x, int64_t size, int64_t count) {
+    using Entry = std::pair<int64_t, float>;
+    std::vector<Entry> best;
+    if (count <= 0) return best;
+    const auto is_better = [](const Entry& a, const Entry& b) { return a.second > b.second || (a.second == b.second && a.first < b.first); };
+    best.reserve(static_cast<size_t>(count));
+    for (int64_t i = 0; i < count; ++i) best.emplace_back(i, x[i]);
+    std::make_heap(best.begin(), best.end(), is_better);  // the worst of them in front
+    constexpr int64_t STRETCH = 64;
+    for (int64_t first = count; first < size; first += STRETCH) {
+        const int64_t last = std::min(size, first + STRETCH);
+        if (last == first + STRETCH) {
+            float lanes[16];
+            std::copy(x + first, x + first + 16, lanes);
+            for (int64_t i = 16; i < STRETCH; i += 16) {
+                for (int64_t j = 0; j < 16; ++j) lanes[j] = lanes[j] > x[first + i + j] ? lanes[j] : x[first + i + j];
+            }
+            bool any = false;
+            for (float lane : lanes) any |= lane > best.front().second;
+            if (!any) continue;
+        }
+        for (int64_t i = first; i < last; ++i) {
+            if (!(x[i] > best.front().second)) continue;
+            std::pop_heap(best.begin(), best.end(), is_better);
+            best.back() = {i, x[i]};
+            std::push_heap(best.begin(), best.end(), is_better);
+        }
+    }
+    std::sort_heap(best.begin(), best.end(), is_better);
+    return best;
+}
+
 }  // namespace
 
 extern const ElementwiseTable elementwise_table;
-const ElementwiseTable elementwise_table = {rms_norm_rows, norm_and_rotate_rows, silu_mul_rows, is_finite, largest, drawn};
+const ElementwiseTable elementwise_table = {rms_norm_rows, norm_and_rotate_rows, silu_mul_rows, is_finite, largest, drawn,
+                                            forbid, sum_of_exponentials, top};
 
 }  // namespace KVD_ISA
 }  // namespace kvd

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "types.h"
 
@@ -16,6 +18,11 @@ struct ElementwiseTable {
     int64_t (*largest)(const float* x, int64_t size);  // the first place of the largest element; x holds no NaN
     // The place of the largest logit / temperature + Gumbel noise of the stream `key` (a draw from the softmax); no NaN, some logit is finite.
     int64_t (*drawn)(const float* logits, int64_t size, float temperature, uint64_t key);
+    // Minus infinity in the place of x[i] where bit i % 8 of octet i / 8 is 0.
+    void (*forbid)(float* x, int64_t size, const uint8_t* octets);
+    double (*sum_of_exponentials)(const float* x, int64_t size, float maximum);  // of e^(x - maximum)
+    // The `count` largest as (place, value), the largest first, the lowest place first among equals; x holds no NaN.
+    std::vector<std::pair<int64_t, float>> (*top)(const float* x, int64_t size, int64_t count);
 };
 
 namespace portable {

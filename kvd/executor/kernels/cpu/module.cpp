@@ -11,5 +11,6 @@ NB_MODULE(_cpu, m) {
     kvd::register_attention(m);
     kvd::register_elementwise(m);
     kvd::register_decoder(m);
+    kvd::register_shaping(m);
     kvd::register_step_queue(m);
 }

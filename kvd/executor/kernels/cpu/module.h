@@ -11,6 +11,7 @@ void register_loading(nanobind::module_& m);
 void register_attention(nanobind::module_& m);
 void register_elementwise(nanobind::module_& m);
 void register_decoder(nanobind::module_& m);
+void register_shaping(nanobind::module_& m);
 void register_step_queue(nanobind::module_& m);
 
 }  // namespace kvd

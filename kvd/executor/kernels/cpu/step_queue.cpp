@@ -54,6 +54,8 @@ StepQueue::~StepQueue() {
     {
         const std::lock_guard lock(mutex_);
         stopping_ = true;
+        for (const auto& step : steps_)
+            if (step->shaping) step->shaping->abandon();
     }
     launched_.notify_all();
     thread_.join();
@@ -65,6 +67,7 @@ void StepQueue::launch(std::shared_ptr<QueuedStep> step) {
     check_ids(step->copy_targets, step->num_blocks, "block");
     check_ids(step->cleared, step->num_blocks, "block");
     check_ids(step->sampling, static_cast<int64_t>(step->rows.size()), "row of the step");
+    if (step->shaping) step->shaping->check(static_cast<int64_t>(step->sampling.size()), decoder_->vocab_size());
     step->failed = std::make_unique<bool[]>(step->rows.size());
     step->sampled.assign(step->sampling.size(), 0);
     {
@@ -162,13 +165,24 @@ void StepQueue::run(QueuedStep& step) {
         std::vector<int64_t> tokens;
         for (const int64_t r : step.sampling) tokens.push_back(step.starts[static_cast<size_t>(r) + 1] - 1);
         bool* finite = finite_.get() + num_tokens;
-        decoder_->greedy(tokens.data(), num_sampling, logits_.data(), step.sampled.data(), finite);
-        if (!step.keys.empty()) {
+        if (step.shaping) {
+            const bool draws = !step.keys.empty();
+            decoder_->logits(tokens.data(), num_sampling, logits_.data());
+            step.shaping->run(decoder_->pool(), logits_.data(), decoder_->vocab_size(), draws ? step.temperatures.data() : nullptr, draws ? step.keys.data() : nullptr,
+                              finite, step.sampled.data());
+        } else {
+            decoder_->greedy(tokens.data(), num_sampling, logits_.data(), step.sampled.data(), finite);
+        }
+        if (!step.shaping && !step.keys.empty()) {
             draw_rows(decoder_->pool(), logits_.data(), num_sampling, decoder_->vocab_size(), step.temperatures.data(), step.keys.data(), finite, step.sampled.data());
         }
         for (int64_t i = 0; i < num_sampling; ++i) {
             const auto row = static_cast<size_t>(step.rows[static_cast<size_t>(step.sampling[static_cast<size_t>(i)])]);
             failed_[row] |= !finite[i];
+            if (step.shaping && step.shaping->is_stuck(i)) {
+                if (failed_[row]) step.shaping->forget_stuck(i);
+                failed_[row] = 1;
+            }
             if (failed_[row]) step.sampled[static_cast<size_t>(i)] = 0;  // any token that exists
             sampled_[row] = step.sampled[static_cast<size_t>(i)];
         }
@@ -224,7 +238,7 @@ void register_step_queue(nb::module_& m) {
                const Ints& starts, const Ints& num_computed, const Array<int32_t, 2>& block_tables, const Ints& run_start, const Ints& run_end,
                const Ints& run_offsets, const Ints& run_rows, const Ints& sampling,
                const Array<float, 1>& temperatures, const Array<uint64_t, 1>& keys, std::vector<std::shared_ptr<Adapter>> adapters,
-               const std::optional<Ints>& adapter_of_row) {
+               const std::optional<Ints>& adapter_of_row, std::shared_ptr<Shaping> shaping) {
                 const size_t num_rows = rows.shape(0), num_tokens = token_ids.shape(0), num_runs = run_start.shape(0);
                 require(copy_sources.shape(0) == copy_targets.shape(0), "copies");
                 require(begins.shape(0) == num_rows && starts.shape(0) == num_rows + 1 && num_computed.shape(0) == num_rows && block_tables.shape(0) == num_rows, "rows");
@@ -258,6 +272,7 @@ void register_step_queue(nb::module_& m) {
                 step->sampling = values_of(sampling);
                 step->temperatures = values_of(temperatures);
                 step->keys = values_of(keys);
+                step->shaping = std::move(shaping);
                 if (!adapters.empty()) step->adapter_of_row = adapters_of_rows(adapters, adapter_of_row->data(), static_cast<int64_t>(num_rows));
                 step->adapters = std::move(adapters);
                 self.launch(step);
@@ -267,7 +282,9 @@ void register_step_queue(nb::module_& m) {
             nb::arg("cleared"), nb::arg("rows"), nb::arg("begins"), nb::arg("token_ids"), nb::arg("positions"), nb::arg("starts"), nb::arg("num_computed"),
             nb::arg("block_tables"), nb::arg("run_start"), nb::arg("run_end"), nb::arg("run_offsets"), nb::arg("run_rows"), nb::arg("sampling"),
             nb::arg("temperatures"), nb::arg("keys"), nb::arg("adapters") = std::vector<std::shared_ptr<Adapter>>(), nb::arg("adapter_of_row") = nb::none(),
-            "Queue a step: copy and clear blocks, run it, and take a token for the rows with indices `sampling`: by the largest logit, or a draw. Returns at once; the arrays are copied.")
+            nb::arg("shaping").none() = nb::none(),
+            "Queue a step: copy and clear blocks, run it, and take a token for the rows with indices `sampling`: by the largest logit, or a draw, of what `shaping` leaves. "
+            "Returns at once; the arrays are copied.")
         .def("wait", &StepQueue::wait, nb::arg("step"), nb::call_guard<nb::gil_scoped_release>(),
              "Sleep until the step has ended. Raises what went wrong in it or in an earlier one; IndexError for a token, position or block out of range.")
         .def("wait_idle", &StepQueue::wait_idle, nb::call_guard<nb::gil_scoped_release>(), "Sleep until every launched step has ended.")

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "decoder.h"
+#include "shaping.h"
 
 namespace kvd {
 
@@ -38,11 +39,12 @@ struct QueuedStep {
     // [sampling], or empty: all take the largest logit. Those of a temperature above 0 draw from all of their distribution by a noise stream.
     std::vector<float> temperatures;
     std::vector<uint64_t> keys;
+    std::shared_ptr<Shaping> shaping;  // what the draws want besides; null: nothing
 
     static constexpr int64_t ON_DEVICE = -1;
 
-    std::unique_ptr<bool[]> failed;       // [num_rows] the row has had a hidden state or a logit that is not finite since it began
-    std::vector<int64_t> sampled;         // [sampling]; 0 where the row has failed
+    std::unique_ptr<bool[]> failed;       // [num_rows] the row has had a hidden state or a logit that is not finite since it began, or was stuck
+    std::vector<int64_t> sampled;         // [sampling]; 0 where the row has failed or is stuck
     double began_s = 0, ended_s = 0;      // of the monotonic clock
     std::exception_ptr error;
     std::atomic<bool> done{false};
