@@ -7,13 +7,13 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from daemon_process import DaemonProcess
+from held_port import HeldPort
 
 from kvd.cli.exits import Exit
 
@@ -29,19 +29,17 @@ def bench(*arguments, timeout=120, env=None):
 
 @contextlib.contextmanager
 def gateway(endpoint):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvd", "gateway", "--connect", endpoint, "--port", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+    with HeldPort() as port:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvd", "gateway", "--connect", endpoint, "--port", str(port.number)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            yield f"http://127.0.0.1:{port.number}"
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_a_daemon_and_its_gateway_in_turns(tmp_path):

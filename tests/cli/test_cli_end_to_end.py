@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from held_port import HeldPort
 
 from kvd.cli.exits import Exit
 
@@ -126,19 +126,25 @@ def test_what_a_script_meets(shop):
 def test_the_manuals_way_to_curve_works_as_it_stands(shop, tmp_path):
     manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text("utf-8")
     (block,) = re.findall(r"<!-- curve -->\n(.*?)<!-- /curve -->", manual, re.DOTALL)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    script = "set -e\ntrap 'kill $!' EXIT\n" + textwrap.dedent(block).replace("7411", str(port)).replace("0.0.0.0", "127.0.0.1")
+    port = HeldPort()
+    script = "set -e\ntrap 'kill $!' EXIT\n" + textwrap.dedent(block).replace("7411", str(port.number)).replace("0.0.0.0", "127.0.0.1")
     environ = {key: value for key, value in shop.environ.items() if key not in {"KVD_LISTEN", "KVD_CONNECT"}}
     environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
     keys = tmp_path / "keys"
     keys.mkdir()
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=keys, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=60, check=False
-    )
+    with port:
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=keys,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=60,
+            check=False,
+        )
     assert done.returncode == 0
-    assert f"tcp://127.0.0.1:{port} is ready" in done.stdout
+    assert f"tcp://127.0.0.1:{port.number} is ready" in done.stdout
     assert {path.stat().st_mode & 0o077 for path in keys.glob("*.key_secret")} == {0}
 
 

@@ -120,6 +120,8 @@ class Pressed:
         if self._crowd is not None:
             self._crowd.close()
         self.process.__exit__(*error)
+        if self._tenants is not None:
+            self._tenants.close()
 
     def press(self, items: Sequence[Ask | Op], *, timeout_s: float = 60.0) -> None:
         """A crowd; every promise is looked at.

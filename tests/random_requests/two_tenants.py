@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import zmq
+from held_port import HeldPort
 
 
 class TwoTenants:
@@ -13,9 +13,8 @@ class TwoTenants:
 
     def __init__(self, root: Path) -> None:
         root.mkdir(exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self._port = HeldPort()
+        self._url = f"tcp://127.0.0.1:{self._port.number}"
         self._server_key, secret = zmq.curve_keypair()
         key_file, clients_file = root / "curve.key", root / "curve.clients"
         key_file.write_bytes(secret)
@@ -23,6 +22,10 @@ class TwoTenants:
         self._pairs = [zmq.curve_keypair() for _ in range(2)]
         clients_file.write_text("".join(f"{public.decode()} tenant-{number}\n" for number, (public, _) in enumerate(self._pairs)))
         self.flags = ("--listen", self._url, "--curve-key-file", str(key_file), "--curve-clients-file", str(clients_file))
+
+    def close(self) -> None:
+        """When the daemon is over."""
+        self._port.close()
 
     def connect(self, peer: zmq.Socket[bytes], number: int) -> None:
         """Connect a socket as tenant ``number``."""
