@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from daemon_process import DaemonProcess
+from fake_oracle import expected_tokens
 
 pytestmark = [pytest.mark.e2e, pytest.mark.socket, pytest.mark.store]
 
@@ -107,15 +108,20 @@ def test_ready_comes_after_rehydration_and_the_way_there_is_told(tmp_path: Path,
 
 
 def test_sigterm_is_told_as_stopping_before_the_drain_is_over(tmp_path: Path, manager: Manager) -> None:
-    with DaemonProcess(tmp_path, "--fake-step-ms", "50", env=manager.environ(WATCHDOG_USEC="60000000")) as process:
+    with DaemonProcess(tmp_path, env=manager.environ(WATCHDOG_USEC="1000000")) as process:
         manager.listen_until(is_ready)
         with process.client() as client:
-            stream = client.generate(PROMPT, stream=True, max_tokens=60, temperature=0.0, ignore_eos=True)
-            next(stream)
+            # its window is smaller than what is asked for: it is not over before it is read
+            stream = client.generate(PROMPT, stream=True, max_tokens=60, temperature=0.0, ignore_eos=True, window_tokens=8)
+            first = list(next(stream).token_ids)
             process.process.send_signal(signal.SIGTERM)
             manager.listen_until(lambda message: message == "STOPPING=1")
+            for _ in range(2):
+                manager.listen_until(lambda message: message == "WATCHDOG=1")  # a drain may take longer than the watchdog has patience
             assert process.process.poll() is None
-            assert len([token for chunk in stream for token in chunk.token_ids]) > 20, "what ran is finished"
+            assert len(first) <= 8
+            rest = [token for chunk in stream for token in chunk.token_ids]
+            assert first + rest == expected_tokens(PROMPT.encode(), 60), "what ran is finished"
         assert process.wait_dead() == 0
     while manager.listen(0.1):
         pass
