@@ -157,10 +157,12 @@ async def beside_neighbour(daemon: Daemon, options: argparse.Namespace) -> list[
     with busy_neighbour() as neighbour:
         for streams in STREAMS:
             ratios, shares = [], []
-            for number in range(options.rounds):
-                alone = await daemon.decode(streams, options.tokens) if number % 2 else None
+            while len(shares) < options.rounds:
+                alone = await daemon.decode(streams, options.tokens) if len(shares) % 2 else None
                 with neighbour.running() as taken:
                     beside = await daemon.decode(streams, options.tokens)
+                if not taken.share:
+                    continue  # others took its turns, for a tick of the processor's clock at least: again
                 ratios.append(beside / (alone or await daemon.decode(streams, options.tokens)))
                 shares.append(taken.share)
             ratio, share = median_ratio(ratios), statistics.median(shares)

@@ -7,6 +7,7 @@ import itertools
 from typing import ClassVar
 
 import pytest
+from held_time import run_in_held_time
 from scripted_server import ScriptedServer
 
 from kvd.bench.arriving import arriving
@@ -24,7 +25,7 @@ SIZING = Sizing(50, 12)
 
 
 def run(scenario, point, server):
-    return asyncio.run(scenario(server, Setting(point, "0/x", SIZING)))
+    return run_in_held_time(scenario(server, Setting(point, "0/x", SIZING)))
 
 
 # -------------------------------------------------------------------------------------------------------- scenarios
