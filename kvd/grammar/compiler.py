@@ -270,8 +270,8 @@ class GrammarCompiler:
                 self._running.remove(job)
                 is_late = job in self._late
                 self._late.discard(job)
-                self._note_end(job, result)
                 self._keep(job.constraint, result, self._meter.grown_bytes(mark))
+                self._note_end(job, result)  # last: from here on the engine has it, and what it grows by is charged
                 ends = is_late and (self._num_threads_idle > 0 or len(self._running) > len(self._late))
                 if not ends:
                     self._num_threads_idle += 1

@@ -56,6 +56,10 @@ def test_what_is_compiled_wakes_the_engine():
     prepare(compiler, log)
     assert isinstance(compile_now(compiler, Constraint("regex", ("a+",))), CompiledGrammar)
     assert compile_now(compiler, Constraint("regex", ("[",)))[0] is ErrorCode.BAD_REQUEST
+    for _ in range(20_000):  # the engine may have it before it is woken
+        if len(inbox.commands) >= 2:
+            break
+        time.sleep(0.001)
     assert inbox.commands == [ConstraintCompiled()] * 2
     assert not log.warnings
 

@@ -100,7 +100,25 @@ def test_a_constraint_is_compiled_once_and_kept() -> None:
     assert bench.compiled("a") is first
     assert bench.begun == ["a"]
     assert bench.compiler.stats()["hits"] == 1
-    assert bench.num_done == 1
+    until(lambda: bench.num_done == 1)
+
+
+def test_what_is_compiled_is_counted_before_anybody_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    gate = bench.hold("a")
+    job = bench.compiler._tickets[bench.begin("a")]
+    results: list[object] = []
+
+    def looked_at(*_: object) -> int:
+        results.append(job.result)
+        return 1 << 20
+
+    monkeypatch.setattr(bench.compiler._meter, "grown_bytes", looked_at)
+    gate.set()
+    until(lambda: bench.num_done == 1)
+    assert results == [None], "in use it may grow, which nobody is charged with who is not counted"
+    assert isinstance(job.result, CompiledGrammar)
+    assert job.result.holding.is_counted
 
 
 def test_those_who_want_the_same_wait_for_one_compile() -> None:
