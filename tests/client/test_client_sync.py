@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import zmq
 import zmq.auth
+from held_port import HeldPort
 from kvd_client import Client, errors
 from kvd_client.protocol import codec
 from kvd_client.protocol.codes import Code
@@ -352,6 +353,58 @@ def test_ctrl_c_aborts(endpoint: str) -> None:
     assert trace.rstrip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_ctrl_c_just_when_it_was_handed_over_aborts(endpoint: str, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    with ScriptedDaemon(endpoint, mute) as daemon, Client(endpoint, timeout_s=600.0) as client:
+        hand_over = client._io.open
+
+        def interrupted(call: Any) -> None:
+            hand_over(call)
+            daemon.wait_for_kind(Generate)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(client._io, "open", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.generate("x", stream=stream)
+        (asked,) = daemon.wait_for_kind(Generate)
+        assert daemon.wait_for_kind(Abort) == [Abort(request_id=asked.request_id)]
+
+
+def test_after_ctrl_c_where_the_thread_is_woken_it_is_woken_again(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        ScriptedDaemon(endpoint, echo),
+        Client(endpoint, timeout_s=20.0, heartbeat_interval_s=1000.0, heartbeat_timeout_s=2000.0) as client,
+    ):
+        io, sleeps = client._io, threading.Event()
+        poll_ms, receive = io._poll_ms, io._receive
+
+        def falls_asleep() -> int:
+            wait_ms = poll_ms()
+            sleeps.set()
+            return wait_ms
+
+        def is_awake() -> None:
+            sleeps.clear()
+            receive()
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(io, "_poll_ms", falls_asleep)
+        monkeypatch.setattr(io, "_receive", is_awake)
+        client.generate("a")
+        client.generate("a")  # the connection is settled: now it sleeps until it is woken
+        assert sleeps.wait(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(io, "_wake", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                io._submit(lambda _session, _now: None)
+        wake, wakes = io._wake, []
+        monkeypatch.setattr(io, "_wake", lambda: (wakes.append(True), wake()))
+        assert client.generate("ab").token_ids == (97, 98)
+        assert wakes
+
+
 def test_a_client_that_nobody_closed_does_not_keep_the_process(endpoint: str) -> None:
     program = "import sys; from kvd_client import Client; c = Client(sys.argv[1]); print(c.generate('a').text)"
     with ScriptedDaemon(endpoint, echo):
@@ -416,11 +469,15 @@ def test_wrong_endpoints_and_keys_are_refused_at_once(tmp_path: Path) -> None:
 def test_curve_with_the_right_key(tmp_path: Path) -> None:
     server_public, server_secret = zmq.curve_keypair()
     _, key_file = zmq.auth.create_certificates(tmp_path, "c")
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
-        port = probe.bind_to_random_port("tcp://127.0.0.1")
-    endpoint = f"tcp://127.0.0.1:{port}"
     with (
-        ScriptedDaemon(endpoint, echo, CURVE_SERVER=1, CURVE_PUBLICKEY=server_public, CURVE_SECRETKEY=server_secret),
+        HeldPort() as port,
+        ScriptedDaemon(
+            endpoint := f"tcp://127.0.0.1:{port.number}",
+            echo,
+            CURVE_SERVER=1,
+            CURVE_PUBLICKEY=server_public,
+            CURVE_SECRETKEY=server_secret,
+        ),
         Client(endpoint, timeout_s=20.0, server_key=server_public.decode(), client_key_file=key_file) as client,
     ):
         assert client.generate("a").token_ids == (97,)

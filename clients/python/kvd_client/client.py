@@ -338,18 +338,22 @@ class Client:
     def _generate(self, kind: str, body: bytes, stream: bool, timeout_s: float | None, options: GenerateOptions) -> Completion | Stream:
         deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         call, credit = generation_call(kind, body, options, stream=stream, deliver=deliveries.put)
-        self._open(call, timeout_s)
         if stream:
-            return Stream(self._io, call, deliveries, credit)
-        completion = self._last(call, deliveries)
+            answer = Stream(self._io, call, deliveries, credit)
+            try:
+                self._open(call, timeout_s)
+            except BaseException:  # Ctrl-C, which may come when it has been handed over
+                answer.close()
+                raise
+            return answer
+        completion = self._answer(call, deliveries, timeout_s)
         assert isinstance(completion, Completion)
         return completion
 
     def _call(self, operation: operations.Operation, timeout_s: float | None) -> Reply:
         deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         call = operation.call(deliveries.put)
-        self._open(call, timeout_s)
-        reply = self._last(call, deliveries)
+        reply = self._answer(call, deliveries, timeout_s)
         assert isinstance(reply, Reply)
         return reply
 
@@ -357,10 +361,11 @@ class Client:
         call.timeout_s = self.timeout_s if timeout_s is None else timeout_s
         self._io.open(call)
 
-    def _last(self, call: Call, deliveries: queue.SimpleQueue[Delivery]) -> Delivery:
+    def _answer(self, call: Call, deliveries: queue.SimpleQueue[Delivery], timeout_s: float | None) -> Delivery:
         try:
+            self._open(call, timeout_s)
             delivery = deliveries.get()
-        except BaseException:  # Ctrl-C
+        except BaseException:  # Ctrl-C, also when it has just been handed over
             self._io.cancel(call)
             raise
         if isinstance(delivery, KvdError):
@@ -426,8 +431,8 @@ class Stream(Iterator[Chunk]):
     def close(self) -> None:
         """Abort the request if it still runs. From another thread it ends a waiting reader with ``ClientClosed``."""
         if not self._is_over:
-            self._is_over = True
             self._io.cancel(self._call)
+            self._is_over = True  # after it: who was interrupted before may close it again
             self._deliveries.put(ClientClosed("the stream was closed"))
 
     def __enter__(self) -> Self:

@@ -144,9 +144,9 @@ class IoThread:
                 command(self._session, time.monotonic())
                 return
             self._commands.append(command)
-            must_wake, self._is_woken = not self._is_woken, True
-        if must_wake:
-            self._wake()
+            if not self._is_woken:
+                self._wake()
+                self._is_woken = True  # after it: were Ctrl-C in between, nobody else would wake it
 
     def close(self) -> None:
         """End every call with :class:`ClientClosed`, abort what runs, close the socket. Any thread, more than once."""
