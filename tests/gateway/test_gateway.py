@@ -404,6 +404,12 @@ def test_what_outlasts_the_drain_is_told_so(daemon: DaemonProcess, tmp_path):
     wait_for(lambda: num_open(daemon) == 0)
 
 
+def accepts(port: int) -> bool:
+    with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
 def test_sigterm_lets_answers_end_and_a_second_one_does_not(daemon: DaemonProcess, tmp_path):
     with GatewayProcess(tmp_path, daemon.endpoint) as gateway:
         gateway.wait_ready()
@@ -422,7 +428,7 @@ def test_sigterm_lets_answers_end_and_a_second_one_does_not(daemon: DaemonProces
         stream = gateway.openai().completions.create(max_tokens=60000, **options)
         next(stream)
         gateway.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        wait_for(lambda: not accepts(gateway.port))  # two signals that nobody has heard yet are one
         assert gateway.process.poll() is None
         gateway.process.send_signal(signal.SIGTERM)
         assert gateway.process.wait(30) == Exit.TERMINATED

@@ -32,6 +32,9 @@ class Exchange:
         self._app = app
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._sent: list[dict[str, Any]] = []
+        self._is_begun = False
+        self.wants_more = asyncio.Event()
+        """More of the body was asked for: what came before has been taken."""
 
     def give(self, body: bytes, *, more: bool) -> None:
         self._incoming.put_nowait({"type": "http.request", "body": body, "more_body": more})
@@ -40,10 +43,16 @@ class Exchange:
         async def send(message: dict[str, Any]) -> None:
             self._sent.append(message)
 
+        async def receive() -> dict[str, Any]:
+            if self._is_begun:
+                self.wants_more.set()
+            self._is_begun = True
+            return await self._incoming.get()
+
         path = "/v1/completions"
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers, "state": {"abort": lambda: None}}
-        await self._app(scope, self._incoming.get, send)
+        await self._app(scope, receive, send)
         return self._sent[0]["status"], b"".join(message["body"] for message in self._sent[1:])
 
 
@@ -97,7 +106,8 @@ def test_all_bodies_together_are_bounded():
         tasks = [asyncio.ensure_future(each.run()) for each in slow]
         for each in slow:
             each.give(b" " * 990, more=True)
-        await asyncio.sleep(0.05)
+        for each in slow:
+            await each.wants_more.wait()
         status, answer = await ask(app, user="y" * 200)
         assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
         for each in slow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -49,7 +50,8 @@ def test_one_without_a_further_request_ends(part: bytes):
         writer.write(GET)
         assert (await reader.readuntil(b"\r\n\r\nok")).startswith(b"HTTP/1.1 200")
         writer.write(part)
-        assert await reader.read() == b""
+        with contextlib.suppress(ConnectionResetError):  # it had ended, and the part came after
+            assert await reader.read() == b""
 
     run(test)
 

@@ -12,6 +12,7 @@ import pytest
 from kvd_client.protocol.messages import Failed, Finished, Generate, Tokens
 
 from kvd.commands import Stopped
+from kvd.transport import server
 from kvd.transport.closing import hold_connections, wait_until_read
 from kvd.transport.edge import Outgoing
 from kvd.transport.sending import Attempt, Sender
@@ -172,9 +173,10 @@ def test_what_the_kernel_holds_for_a_slow_reader_is_not_lost_by_the_hang_up(star
     assert running.server.join(60)
 
 
-def test_without_time_for_all_the_terminal_messages_come(start_server, connect):
+def test_without_time_for_all_the_terminal_messages_come(start_server, connect, monkeypatch):
+    monkeypatch.setattr(server, "_TERMINAL_S", 600.0)
     running, client, ids = serve(start_server, connect)
-    end_engine(running, 1.0)  # all of it is the terminal messages' own
+    end_engine(running, 600.0)  # all of it is the terminal messages' own
     ended, num_tokens = set(), 0
     while ended < ids:
         message, _ = client.receive(60)
