@@ -91,6 +91,54 @@ def test_what_a_regex_allows_matches_it(compiler: GrammarCompiler, pattern: str)
     assert all(re.fullmatch(pattern, text) for text in texts), texts
 
 
+PIECES = [
+    b"",
+    *(bytes([byte]) for byte in range(256)),
+    b"the",
+    b" the",
+    b" Of",
+    b"and ",
+    b"ing",
+    b"a b",
+    b"x" * 30,
+    b"y" * 31,
+    b"a1",
+    b"no.",
+    b'e"',
+    "é ".encode(),
+    b"\n\n",
+]
+"""Tokens of which the library takes many at once, as far as it can."""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        (r"[a-z A-Z0-9.,]{40}", "a bc, the 19 "),
+        (r"[a-zA-Z ]{0,31}!", "and then"),
+        (r"[a-zA-Z]+ [0-9a-z ]*", "of the 2"),
+        (r"[^\n]*\n(the|THE) [a-z]{1,29}", "x!\nthe "),
+        (r"(?s:.)*END", 'any "'),
+    ],
+)
+def test_a_mask_is_what_each_token_by_itself_says(pattern: str, text: str) -> None:
+    vocabulary = Vocabulary(
+        token_bytes=PIECES,
+        special_texts={0: "<end>"},
+        eos_token_ids=(0,),
+        vocab_size=len(PIECES),
+        encode=lambda text: [1 + byte for byte in text.encode()],
+    )
+    compiler = GrammarCompiler(GrammarConfig(constraint_timeout_s=60.0), lambda: vocabulary, now_s=lambda: 0.0, on_done=lambda: None)
+    state = compiled(compiler, Constraint("regex", (pattern,))).start()
+    for token_id in [1 + byte for byte in text.encode()]:
+        words = compiler.masks([state], [()])
+        mask = {bit for bit in range(8 * len(words)) if words[bit // 8] >> bit % 8 & 1}
+        assert mask == {each for each in range(len(PIECES)) if (state.is_complete if each == 0 else state.num_valid([each]) == 1)}
+        state.advance(token_id)
+        assert state.problem == ""
+
+
 AWKWARD = (
     'with "quotes"',
     "back\\slash /slash/",
