@@ -275,6 +275,7 @@ class Daemon:
             constraint_compiler=self._grammar,
             speculative=config.speculative,
             has_draft_model=bool(engine.draft),
+            masks_may_be_late=True,
         )
         adapters = Adapters(
             scheduler=scheduler,

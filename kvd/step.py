@@ -8,6 +8,8 @@ forward pass, sampling.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvd.types import BlockId, PackedTokens, SamplingParams, TokenLogprobs
@@ -83,6 +85,47 @@ class TokenMasks:
     words: bytes | bytearray | memoryview
 
 
+class LateMasks:
+    """The masks of a step that was planned before all that its rows sampled earlier was known: told once, while the step computes, before it samples.
+
+    They come when the steps before it have been collected, so that nobody who waits for them keeps these from ending.
+    """
+
+    __slots__ = ("_lock", "_masks", "_take", "_told", "counts", "rows")
+
+    def __init__(self, rows: list[int], counts: list[int]) -> None:
+        self.rows = rows
+        self.counts = counts
+        """As in ``TokenMasks``."""
+        self._lock = threading.Lock()
+        self._told = threading.Event()
+        self._masks: TokenMasks | None = None
+        self._take: Callable[[TokenMasks], None] | None = None
+
+    def tell(self, masks: TokenMasks) -> None:
+        """The masks, of the same rows."""
+        with self._lock:
+            self._masks, take = masks, self._take
+        self._told.set()
+        if take is not None:
+            take(masks)
+
+    def when_told(self, take: Callable[[TokenMasks], None]) -> None:
+        """Have ``take`` called once, at once if they were told, else by the thread that tells them; it must not wait for anything."""
+        with self._lock:
+            masks = self._masks
+            if masks is None:
+                self._take = take
+        if masks is not None:
+            take(masks)
+
+    def wait(self) -> TokenMasks:
+        """Sleep until they are told."""
+        self._told.wait()
+        assert self._masks is not None, "they were told"
+        return self._masks
+
+
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
     """Copy-on-write: copy all of block ``source`` to ``target`` in every KV group, before the forward pass.
@@ -130,6 +173,8 @@ class SchedulerOutput:
     fills: tuple[object, ...] = ()
     shared_runs: SharedRuns = NO_SHARED_RUNS
     masks: TokenMasks | None = None
+    late_masks: LateMasks | None = None
+    """In the place of ``masks``."""
 
     @property
     def num_chunk_tokens(self) -> int:

@@ -190,7 +190,8 @@ class FakeRunner:
         # writes them first, as a layer of the real model writes all rows before it reads any.
         for _, state, num_tokens in sorted(work, key=lambda item: item[1].num_computed):
             self._compute(state, num_tokens)
-        masks = masks_by_row(step.masks) if step.masks is not None else {}
+        told = step.masks if step.late_masks is None else step.late_masks.wait()
+        masks = masks_by_row(told) if told is not None else {}
         output = self._sample(step.step, work, masks)
         if (rest_s := self._step_s - (time.monotonic() - began_s)) > 0:
             time.sleep(rest_s)

@@ -20,7 +20,7 @@ from kvd.executor.native_kv_pool import NativeKvPool
 from kvd.executor.native_model import NativeModel, adapter_arguments, step_arrays
 from kvd.executor.runner import ModelRunner
 from kvd.executor.sampling.noise import stream_keys
-from kvd.step import ExecutorOutput, SchedulerOutput
+from kvd.step import ExecutorOutput, LateMasks, SchedulerOutput
 from kvd.types import TokenLogprobs
 
 _IN_QUEUE = -1
@@ -105,7 +105,7 @@ class NativeRunner(ModelRunner):
         sampled_rows = rows.rows[reached]
         positions = batch.num_known[sampled_rows]
         if rows.drafts is None and not self._scores.are_wanted(rows) and self._sampling.are_separable(sampled_rows):
-            shaping = self._shaping(sampled_rows, positions)
+            shaping = self._shaping(sampled_rows, positions, step.late_masks)
             queued = self._put(step, rows, reached, positions, shaping)
             batch.append(sampled_rows, np.full(len(sampled_rows), _IN_QUEUE))
             if self._draft is not None:
@@ -128,12 +128,12 @@ class NativeRunner(ModelRunner):
         limits = {"max_rows": self._max_rows, "max_model_len": self._max_model_len}
         return NativeRunner(self._native.over(pool), pool, self._vocab_size, **limits, queue=self._queue)
 
-    def _shaping(self, rows: np.ndarray, positions: np.ndarray) -> Any:
+    def _shaping(self, rows: np.ndarray, positions: np.ndarray, late_masks: LateMasks | None) -> Any:
         """What ``rows`` wish of their draws at ``positions``, for the queue; None: nothing."""
         wishes = self._sampling.wishes(rows, positions)
         if wishes is None:
             return None
-        rules, masks = wishes.rules, wishes.masks
+        rules = wishes.rules
         shaping = native.module().Shaping(
             len(rows),
             rules.bias_draw,
@@ -143,11 +143,13 @@ class NativeRunner(ModelRunner):
             rules.allowed_id,
             rules.banned_draw,
             rules.banned_id,
-            _NOTHING if masks is None else masks.draws,
+            wishes.masked,
             wishes.num_logprobs,
         )
-        if masks is not None:
-            shaping.give_masks(masks.octets.reshape(-1))
+        if wishes.octets is not None:
+            shaping.give_masks(wishes.octets.reshape(-1))
+        elif late_masks is not None:
+            late_masks.when_told(lambda masks: shaping.give_masks(np.frombuffer(masks.words, dtype=np.uint8)))
         return shaping
 
     def _put(self, step: SchedulerOutput, rows: StepRows, sampling: np.ndarray, positions: np.ndarray, shaping: Any = None) -> Any:

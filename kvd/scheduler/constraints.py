@@ -6,23 +6,41 @@ A constraint says when its text is complete: the choice ends with ``stop`` as so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
 
 from kvd.scheduler.choosing import num_sequences
 from kvd.scheduler.ending import Endings
 from kvd.scheduler.plan import StepPlan
 from kvd.scheduler.ports import ConstraintCompiler, ConstraintState
-from kvd.scheduler.request import Request, Sequence
-from kvd.step import TokenMasks
+from kvd.scheduler.request import Leaving, Request, Sequence
+from kvd.step import LateMasks, TokenMasks
 from kvd.types import ErrorCode, FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A step in flight that waits for its masks."""
+
+    step: int
+    masks: LateMasks
+    constrained: list[tuple[Sequence, Collection[int]]]
 
 
 class Constraints:
     """The requests that wait for their constraints, and the masks of a step's samples."""
 
-    def __init__(self, compiler: ConstraintCompiler | None, endings: Endings, enter: Callable[[Request], None]) -> None:
-        """Without a compiler every constraint is refused. ``enter`` lets a request wait for its turn, or for credit."""
+    def __init__(
+        self, compiler: ConstraintCompiler | None, endings: Endings, enter: Callable[[Request], None], *, may_be_late: bool
+    ) -> None:
+        """Without a compiler every constraint is refused. ``enter`` lets a request wait for its turn, or for credit. ``may_be_late``: masks may be told while
+        their step runs.
+        """
         self._compiler = compiler
+        self._may_be_late = may_be_late
+        self._late: _Late | None = None
+        self._mask_bytes = 0
         self._endings = endings
         self._enter = enter
         self._compiling: dict[Request, int] = {}
@@ -95,8 +113,10 @@ class Constraints:
             self._endings.fail(request, code, message, retry_after_s)
             return
         request.constraint = result
+        request.is_stepwise = not self._may_be_late
         for sequence in request.sequences:
             sequence.constraint = result.start()
+            sequence.is_stepwise = sequence.is_stepwise or request.is_stepwise
         self._enter(request)
 
     def end_compiling(self) -> None:
@@ -111,23 +131,67 @@ class Constraints:
 
     # ------------------------------------------------------------------------------------------ samples
 
+    @property
+    def are_late(self) -> bool:
+        """Whether a step in flight waits for its masks."""
+        return self._late is not None
+
     def write_masks(self, plan: StepPlan) -> None:
-        """The masks of the plan's constrained samples. A request that can sample nothing ends; its row runs once more, for nothing."""
+        """The masks of the plan's constrained samples, or word that they will come: what one of them depends on is in flight."""
+        rows, counts = [sequence.row for sequence, _ in plan.constrained], [1 + len(draft) for _, draft in plan.constrained]
+        if plan.masks_are_late:
+            plan.late_masks = LateMasks(rows, counts)
+            self._late = _Late(plan.step, plan.late_masks, plan.constrained)
+        else:
+            plan.masks = self._written(rows, counts, plan.constrained, [True] * len(rows))
+
+    def tell_late(self, oldest_step: int) -> None:
+        """All steps before ``oldest_step`` have been collected: if it is the one that waits for its masks, here they are."""
+        late = self._late
+        if late is not None and late.step == oldest_step:
+            self._late = None
+            are_wanted = [not (each.is_over or each.request.is_over or each.leaving is Leaving.REPLANNED) for each, _ in late.constrained]
+            late.masks.tell(self._written(late.masks.rows, late.masks.counts, late.constrained, are_wanted))
+
+    def give_up_late(self) -> None:
+        """The executor failed: nothing of the step that waits for its masks counts, but it must end."""
+        late, self._late = self._late, None
+        if late is not None:
+            late.masks.tell(self._all_allowed(late.masks.rows, late.masks.counts))
+
+    def _all_allowed(self, rows: list[int], counts: list[int]) -> TokenMasks:
+        return TokenMasks(rows, counts, self._mask_bytes // 4, bytearray(b"\xff") * (self._mask_bytes * sum(counts)))
+
+    def _written(
+        self, rows: list[int], counts: list[int], constrained: list[tuple[Sequence, Collection[int]]], are_wanted: list[bool]
+    ) -> TokenMasks:
+        """The masks of the rows of these sequences; everything for those that are not wanted. A request that can sample nothing ends; its row runs once more,
+        for nothing.
+        """
         compiler = self._compiler
         assert compiler is not None, "a sequence has a constraint"
         states: list[ConstraintState] = []
-        for sequence, _ in plan.constrained:
+        drafts: list[Collection[int]] = []
+        for (sequence, draft), is_wanted in zip(constrained, are_wanted, strict=True):
             assert sequence.constraint is not None, "it was planned with one"
-            states.append(sequence.constraint)
-        words = compiler.masks(states, [draft for _, draft in plan.constrained])
-        counts = [1 + len(draft) for _, draft in plan.constrained]
-        num_words = len(words) // (4 * sum(counts))
-        plan.masks = TokenMasks([sequence.row for sequence, _ in plan.constrained], counts, num_words, words)
-        place = 0
-        for (sequence, _), count in zip(plan.constrained, counts, strict=True):
-            if not (sequence.is_over or sequence.request.is_over):
-                self._check(sequence, memoryview(words)[4 * num_words * place :][: 4 * num_words])
-            place += count
+            if is_wanted:
+                states.append(sequence.constraint)
+                drafts.append(draft)
+        words = compiler.masks(states, drafts)
+        num_written = sum(1 + len(draft) for draft in drafts)
+        if num_written:
+            self._mask_bytes = len(words) // num_written
+        size, place = self._mask_bytes, 0
+        masks = TokenMasks(rows, counts, size // 4, words) if all(are_wanted) else self._all_allowed(rows, counts)
+        for (sequence, _), count, is_wanted, first in zip(constrained, counts, are_wanted, accumulate(counts, initial=0), strict=False):
+            if is_wanted:
+                mask = memoryview(words)[size * place : size * (place + count)]
+                place += count
+                if masks.words is not words:
+                    memoryview(masks.words)[size * first : size * (first + count)] = mask
+                if not (sequence.is_over or sequence.request.is_over):
+                    self._check(sequence, mask[:size])
+        return masks
 
     def _check(self, sequence: Sequence, mask: memoryview) -> None:
         """End what can't go on: the library gave up, or nothing but the end may follow and ``min_tokens`` forbids it: the constraint is the stronger one.

@@ -137,12 +137,22 @@ class Drafting:
             if drafter is None:
                 drafter = self._take_on(sequence)
             left -= drafter.learn(sequence.tokens, sequence.request.num_prompt_tokens, left)
-            if not sequence.is_stepwise and self._best(sequence, drafter, self._most(sequence), least_gain=_LEAST_GAIN) is not None:
+            if not sequence.is_stepwise and self._pays(sequence, drafter):
                 sequence.is_stepwise = True
                 self._drafting[sequence] = None
                 drafter.num_idle = 0
                 has_new = has_new or sequence.num_known < sequence.num_total
         return has_new
+
+    def _pays(self, sequence: Sequence, drafter: Drafter) -> bool:
+        """Whether the sequence, which goes a step ahead, is better off waiting for its tokens and drafting."""
+        most = self._most(sequence)
+        if sequence.constraint is not None and most:
+            num_in_flight = sequence.num_total - sequence.num_known
+            forced = len(sequence.constraint.forced(most + num_in_flight)) - num_in_flight
+            if forced > 0 and self._most_gain(Kind.FORCED, drafter.forced.expected(min(forced, most)), _LEAST_GAIN):
+                return True
+        return self._best(sequence, drafter, most, least_gain=_LEAST_GAIN) is not None
 
     def _take_on(self, sequence: Sequence) -> Drafter:
         request = sequence.request
@@ -154,7 +164,7 @@ class Drafting:
     def _go_ahead(self, sequence: Sequence) -> None:
         """The sequence does not wait for its tokens any more, not for drafts at least."""
         del self._drafting[sequence]
-        sequence.is_stepwise = False
+        sequence.is_stepwise = sequence.request.is_stepwise
 
     # ------------------------------------------------------------------------------------------ the drafts of a step
 

@@ -7,7 +7,7 @@ from itertools import accumulate, chain
 
 from kvd.cache.manager import BlockTable, CopyOnWrite, Node
 from kvd.scheduler.request import Sequence
-from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, SharedRuns, StartedRow, TokenMasks
+from kvd.step import BlockCopy, ContinuedRows, LateMasks, SchedulerOutput, SharedRuns, StartedRow, TokenMasks
 from kvd.types import BlockId
 
 
@@ -15,7 +15,7 @@ class StepPlan:
     """Collects one step's rows and what is left of its token budget."""
 
     __slots__ = (
-        "awaits_ids", "block_ids", "block_offsets", "budget", "constrained", "copies", "copying", "fills", "given", "masks", "num_draft", "num_tokens", "rows", "started", "step",
+        "awaits_ids", "block_ids", "block_offsets", "budget", "constrained", "copies", "copying", "fills", "given", "late_masks", "masks", "masks_are_late", "num_draft", "num_tokens", "rows", "started", "step",
     )  # fmt: skip
 
     def __init__(self, step: int, budget_tokens: int) -> None:
@@ -35,8 +35,11 @@ class StepPlan:
         self.given: dict[int, Collection[int]] = {}
         """By place in ``rows``: the tokens of its positions."""
         self.masks: TokenMasks | None = None
+        self.late_masks: LateMasks | None = None
         self.constrained: list[tuple[Sequence, Collection[int]]] = []
         """Sequences whose samples need masks, each with the tokens drafted for it."""
+        self.masks_are_late = False
+        """Whether one of them has samples in flight."""
         self.awaits_ids = False
         """Whether a stepwise sequence samples in it, and can't be in a step that is planned before this one's samples are known."""
 
@@ -90,8 +93,9 @@ class StepPlan:
         self.block_offsets.append(len(self.block_ids))
 
     def mask(self, sequence: Sequence, draft: Collection[int] = ()) -> None:
-        """The row samples under its constraint; with a draft, whose tokens the constraint allows, after each of its tokens too."""
+        """The row samples under its constraint; with a draft, whose tokens the constraint allows, after each of its tokens too. Called before its samples are counted."""
         self.constrained.append((sequence, draft))
+        self.masks_are_late = self.masks_are_late or sequence.num_known < sequence.num_total
 
     def copy(self, sequence: Sequence, copies: tuple[CopyOnWrite, ...]) -> None:
         self.copies.extend(BlockCopy(copy.source, copy.target, copy.index, sequence.row) for copy in copies)
@@ -113,4 +117,5 @@ class StepPlan:
             fills=tuple(self.fills),
             shared_runs=shared_runs,
             masks=self.masks,
+            late_masks=self.late_masks,
         )

@@ -139,6 +139,8 @@ class Planner:
                 new_blocks += table.block_ids[sequence.num_blocks_sent :]
                 sequence.num_blocks_sent = len(table.block_ids)
             offsets.append(len(new_blocks))
+            if sequence.constraint is not None:
+                plan.mask(sequence)
             sequence.num_computed = computed + 1
             sequence.num_total += 1
             sequence.last_step = step

@@ -52,6 +52,7 @@ class Request:
         "is_internal",
         "is_over",
         "is_private",
+        "is_stepwise",
         "limit_tokens",
         "namespace",
         "needs_credit",
@@ -140,6 +141,8 @@ class Request:
         self.needs_credit = not (is_internal or self.held is not None)
         """Whether it stops where its client takes no tokens; one that tells all at its end has nothing to be taken before."""
         self.constraint: CompiledConstraint | None = None
+        self.is_stepwise = False
+        """Its constraint must know every token before a further step is planned."""
         self.is_compiling = False
         """It waits for its constraint, and for nothing else yet."""
         self.sequences: list[Sequence] = [Sequence(self, 0, bytearray(command.token_ids), self.num_sampled)]
@@ -228,7 +231,7 @@ class Sequence:
         self.is_over = False
         self.constraint: ConstraintState | None = request.constraint.start() if request.constraint is not None else None
         """How far it is in what its output must match."""
-        self.is_stepwise = request.command.constraint is not None
+        self.is_stepwise = request.is_stepwise
         """What it computes next depends on the ids that it sampled: no further step of it is planned before these are known."""
         self.drafter: Drafter | None = None
         """None: nobody has asked yet whether it drafts."""

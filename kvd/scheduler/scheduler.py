@@ -54,6 +54,7 @@ class Scheduler:
         constraint_compiler: ConstraintCompiler | None = None,
         speculative: SpeculativeConfig | None = None,
         has_draft_model: bool = False,
+        masks_may_be_late: bool = False,
     ) -> None:
         """Without ``speculative`` nobody drafts."""
         self._config = config
@@ -75,7 +76,7 @@ class Scheduler:
         self._planner = Planner(
             config, cache, clock, self._roster, self._loads, drafting=self._drafting, endings=self._endings, counters=self._counters
         )
-        self._constraints = Constraints(constraint_compiler, self._endings, self._enter)
+        self._constraints = Constraints(constraint_compiler, self._endings, self._enter, may_be_late=masks_may_be_late)
         self._outcomes = Outcomes(cache, self._roster, self._endings, self._constraints, self._counters)
         self._in_flight: deque[tuple[SchedulerOutput, list[Node]]] = deque()
         self._awaits_ids = False
@@ -303,7 +304,7 @@ class Scheduler:
 
         Where a stepwise sequence waits for ids in flight, all wait with it: a step without it would take as long for fewer rows, and it would be in every other one only.
         """
-        if self._awaits_ids or (self._drafting is not None and self._drafting.prepare() and self._in_flight):
+        if self._awaits_ids or self._constraints.are_late or (self._drafting is not None and self._drafting.prepare() and self._in_flight):
             return None
         roster = self._roster
         roster.update_shares()
@@ -330,6 +331,8 @@ class Scheduler:
         self._outcomes.apply(out, self._collect(step))
         if drafting is not None:
             drafting.settle(step.step)
+        if self._in_flight:
+            self._constraints.tell_late(self._in_flight[0][0].step)
         return self._settle()
 
     def fail_step(self, step: SchedulerOutput, message: str) -> list[Event]:
@@ -337,6 +340,7 @@ class Scheduler:
         self._planner.pace.forget(step.step)
         if self._drafting is not None:
             self._drafting.forget(step.step)
+        self._constraints.give_up_late()
         self._outcomes.fail(step, self._collect(step), message)
         return self._settle()
 

@@ -6,7 +6,10 @@ import pytest
 
 pytestmark = pytest.mark.torch
 
+import gc  # noqa: E402
 import random  # noqa: E402
+from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from dataclasses import replace  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -18,7 +21,7 @@ from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec  # noqa: 
 from kvd.executor.native_kv_pool import NativeKvPool  # noqa: E402
 from kvd.executor.native_model import NativeModel  # noqa: E402
 from kvd.executor.native_runner import NativeRunner, PendingStep  # noqa: E402
-from kvd.step import ContinuedRows, SchedulerOutput, StartedRow, TokenMasks  # noqa: E402
+from kvd.step import ContinuedRows, LateMasks, SchedulerOutput, StartedRow, TokenMasks  # noqa: E402
 from kvd.types import SamplingParams, pack_tokens  # noqa: E402
 
 if native.status().isa is None:
@@ -47,6 +50,7 @@ SPEC = ModelSpec(
     weights_format="safetensors",
     weights_dtype="float32",
 )
+GREEDY = SamplingParams(temperature=0.0)
 BIAS = ((7, 4.0), (300, -2.5), (33, 90.0))
 WISHES = [
     SamplingParams(temperature=0.0),
@@ -118,6 +122,57 @@ def test_the_queue_draws_what_the_sampler_draws(decoder, seed):
     assert all(isinstance(each, PendingStep) for each in launched)
     reference = native_runner(decoder, SPEC, 40, max_model_len=100)[0]
     assert [said(each.result()) for each in launched] == [said(reference.execute(each)) for each in steps]
+
+
+def late(masks):
+    return None if masks is None else LateMasks(masks.rows, masks.counts)
+
+
+@pytest.mark.parametrize("kind", ["queue", "sampler"])
+def test_masks_may_come_while_their_step_runs(decoder, kind):
+    """In the order of the steps, from another thread, each when the step before it has ended; a step that the sampler finishes waits for its own as well."""
+    order = [0, 1, 2, 5, 7]
+    wish = {**dict(enumerate(WISHES)), 0: WISHES[0] if kind == "queue" else SamplingParams(top_k=5, seed=9)}
+    masks = [random_masks(order, seed) for seed in range(5)]
+    begun = [start(row, wish[row]) for row in order]
+    reference = native_runner(decoder, SPEC, 40, max_model_len=100)[0]
+    steps = [step(begun, masks=masks[0]), *(step(rows=order, masks=each) for each in masks[1:])]
+    expected = [said(reference.execute(each)) for each in steps]
+    ours = queue_runner(decoder)
+    waiting = [replace(each, masks=None, late_masks=late(each.masks)) for each in steps]
+
+    def tell():
+        for each, told in zip(waiting, masks, strict=True):
+            if told is not None:
+                each.late_masks.tell(told)
+
+    with ThreadPoolExecutor(1) as teller:
+        if kind == "queue":
+            launched = [ours.launch(each) for each in waiting]
+            assert not any(each.done() for each, told in zip(launched, masks, strict=True) if told is not None)
+            teller.submit(tell)
+        else:
+            teller.submit(tell)
+            launched = [ours.launch(each) for each in waiting]
+    heard = [said(each.result() if isinstance(each, PendingStep) else each) for each in launched]
+    assert heard == expected
+
+
+def test_masks_that_never_come_keep_no_queue_alive(decoder):
+    ours = queue_runner(decoder)
+    pending = ours.launch(replace(step([start(0, GREEDY)]), late_masks=LateMasks([0], [1])))
+    queued, pool = pending.queued, ours._pool  # the step computes in the pool's memory
+    del ours, pending
+    gc.collect()  # ends the queue's thread, if it hangs the test does
+    assert queued.done()
+    del pool
+
+
+def test_masks_of_the_wrong_size_are_refused(decoder):
+    ours = queue_runner(decoder)
+    pending = ours.launch(step([start(0, GREEDY)], masks=TokenMasks([0], [1], 1, b"\xff" * 4)))
+    with pytest.raises(ValueError, match="octets"):
+        pending.result()
 
 
 def test_a_row_for_which_nothing_is_left_fails_alone(decoder):

@@ -181,7 +181,10 @@ class FakeClock:
 
 
 class ConstraintWorld:
-    def __init__(self, *, num_blocks=64, block_size=4, max_in_flight=1, max_model_len=64, constraints=True, speculative=True, **config):
+    def __init__(
+        self, *, num_blocks=64, block_size=4, max_in_flight=1, max_model_len=64, constraints=True, speculative=True, late=True, **config
+    ):
+        """``late``: a step may be planned before its masks can be written. The executor computes a step when it is collected, as late as it may."""
         self.config = SchedulerConfig(**{"max_running": 8, "max_waiting": 16, "max_tokens_per_step": 32, "max_choices": 4, **config})
         self.cache = CacheManager(num_blocks=num_blocks, block_size_tokens=block_size)
         self.compiler = WordCompiler()
@@ -196,6 +199,7 @@ class ConstraintWorld:
             shared_tile_tokens=block_size,
             constraint_compiler=self.compiler if constraints else None,
             speculative=SpeculativeConfig(speculation="auto") if speculative else None,
+            masks_may_be_late=late,
         )
         self.max_in_flight = max_in_flight
         self.in_flight = deque()
@@ -241,9 +245,14 @@ class ConstraintWorld:
         if len(self.in_flight) < self.max_in_flight:
             step = self.scheduler.schedule()
             if step is not None:
-                self.in_flight.append((step, self.runner.execute(step)))
+                self.in_flight.append(step)
         if self.in_flight and (step is None or len(self.in_flight) >= self.max_in_flight):
-            self.take(self.scheduler.update(*self.in_flight.popleft()))
+            oldest = self.in_flight.popleft()
+            if oldest.late_masks is not None:
+                told = []
+                oldest.late_masks.when_told(told.append)  # else the executor would wait for ever
+                assert len(told) == 1, "the oldest step in flight has its masks"
+            self.take(self.scheduler.update(oldest, self.runner.execute(oldest)))
         return step
 
     def finish_all(self):

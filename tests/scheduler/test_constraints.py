@@ -26,8 +26,9 @@ def prompt(num_tokens, salt=0):
 @pytest.mark.parametrize("speculative", [False, True])
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
-def test_a_choice_is_one_of_the_words_and_ends_with_stop(sampling, max_in_flight, speculative):
-    world = ConstraintWorld(max_in_flight=max_in_flight, speculative=speculative)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_choice_is_one_of_the_words_and_ends_with_stop(sampling, max_in_flight, speculative, late):
+    world = ConstraintWorld(max_in_flight=max_in_flight, speculative=speculative, late=late)
     requests = {world.submit(prompt(5 + salt, salt), WORDS, sampling=sampling): prompt(5 + salt, salt) for salt in range(6)}
     world.finish_all()
     for request, text in requests.items():
@@ -48,8 +49,9 @@ def test_plain_rows_beside_it_say_what_they_say_alone():
     assert world.heard(plain) == lone.heard(alone)
 
 
-def test_it_is_in_every_step_beside_plain_rows_that_go_a_step_ahead():
-    world = ConstraintWorld(max_in_flight=2, speculative=False)
+@pytest.mark.parametrize("late", [False, True])
+def test_it_is_in_every_step_beside_plain_rows_that_go_a_step_ahead(late):
+    world = ConstraintWorld(max_in_flight=2, speculative=False, late=late)
     for salt in range(3):
         world.submit(prompt(5, salt), max_tokens=40, stop=())
     request = world.submit(prompt(5, 9), LONG, max_tokens=12)
@@ -57,9 +59,38 @@ def test_it_is_in_every_step_beside_plain_rows_that_go_a_step_ahead():
     while not world.heard(request)[1]:
         steps.append(world.round())
     planned = [step for step in steps if step is not None]
-    planned = planned[next(number for number, step in enumerate(planned) if step.masks is not None) :]
-    assert all(step.masks is not None for step in planned[:12])
+    planned = planned[next(number for number, step in enumerate(planned) if step.masks is not None or step.late_masks is not None) :]
+    assert all(step.late_masks is not None if late and number else step.masks is not None for number, step in enumerate(planned[:12]))
     assert all(len(step.continued.rows) == 4 for step in planned[1:12])
+
+
+def test_what_ends_while_its_next_masks_are_awaited_gets_none_and_others_get_theirs():
+    world = ConstraintWorld(max_in_flight=2, speculative=False)
+    requests = [world.submit(prompt(5, salt), words, max_tokens=30) for salt, words in enumerate([("ab",), LONG, ("abc",)])]
+    world.take(world.scheduler.expire())
+    world.in_flight.extend(world.scheduler.schedule() for _ in range(2))
+    first, late = world.in_flight
+    assert first.masks is not None
+    assert late.late_masks is not None
+    assert world.scheduler.schedule() is None, "its masks are to be told first"
+    world.take(world.scheduler.abort(requests[2]))
+    world.finish_all()
+    assert late.late_masks.wait().rows == late.late_masks.rows
+    for salt, words in ((0, ("ab",)), (1, LONG)):
+        assert world.heard(requests[salt]) == expected(prompt(5, salt), words, max_tokens=30)
+
+
+def test_an_executor_that_fails_gets_the_masks_that_it_waits_for():
+    world = ConstraintWorld(max_in_flight=2, speculative=False)
+    world.submit(prompt(5), LONG, max_tokens=30)
+    while not any(step.late_masks is not None for step in world.in_flight):
+        world.take(world.scheduler.expire())
+        world.in_flight.append(world.scheduler.schedule())
+    late = next(step for step in world.in_flight if step.late_masks is not None)
+    for step in world.in_flight:
+        world.take(world.scheduler.fail_step(step, "it broke"))
+    assert set(late.late_masks.wait().words) == {0xFF}
+    assert len(late.late_masks.wait().words) == 4 * NUM_WORDS
 
 
 def test_a_text_that_is_cut_off_ends_with_length():
@@ -417,10 +448,16 @@ ACTIONS = st.lists(
 
 
 @settings(max_examples=60)
-@given(ACTIONS, st.integers(1, 2), st.sampled_from([16, 64]), st.booleans())
-def test_whatever_happens_every_text_is_what_it_is_alone(actions, max_in_flight, num_blocks, speculative):
+@given(ACTIONS, st.integers(1, 3), st.sampled_from([16, 64]), st.booleans(), st.booleans())
+def test_whatever_happens_every_text_is_what_it_is_alone(actions, max_in_flight, num_blocks, speculative, late):
     world = ConstraintWorld(
-        num_blocks=num_blocks, max_in_flight=max_in_flight, speculative=speculative, max_tokens_per_step=12, max_model_len=44, max_running=5
+        num_blocks=num_blocks,
+        max_in_flight=max_in_flight,
+        speculative=speculative,
+        late=late,
+        max_tokens_per_step=12,
+        max_model_len=44,
+        max_running=5,
     )
     requests, aborted = [], set()
     for action, *args in actions:

@@ -8,12 +8,13 @@ import numpy as np
 
 from kvd.executor.sampling.masks import DrawMasks, StepMasks
 from kvd.executor.sampling.rules import NO_RULES, DrawRules, TokenRules
-from kvd.step import SchedulerOutput, StartedRow
+from kvd.step import LateMasks, SchedulerOutput, StartedRow
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 """Colder than this is greedy: dividing by it would say nothing more."""
 
 _NO_TOKENS = np.zeros((0, 0), dtype=np.int64)
+_NO_DRAWS = np.zeros(0, dtype=np.int64)
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -53,7 +54,10 @@ class Wishes:
     """What one step's draws, one a row, wish beside a token."""
 
     rules: DrawRules
-    masks: DrawMasks | None
+    masked: np.ndarray
+    """int64: the draws that have masks."""
+    octets: np.ndarray | None
+    """Their masks, as in ``DrawMasks``; None: the step's late masks are theirs, in this order."""
     num_logprobs: np.ndarray
     """int64, of each draw, -1 for none; empty: nobody's."""
 
@@ -75,6 +79,8 @@ class SamplingColumns:
         self._is_rejection = np.zeros(max_rows, dtype=bool)
         self._max_rows = max_rows
         self._masks: StepMasks | None = None
+        self._late_masks: LateMasks | None = None
+        """Of the step, until somebody needs them."""
 
     def start(self, started: StartedRow) -> None:
         """Note the parameters of a row that begins."""
@@ -97,6 +103,7 @@ class SamplingColumns:
     def begin_step(self, step: SchedulerOutput) -> None:
         """The masks of the step whose rows are sampled next."""
         self._masks = None if step.masks is None else StepMasks(step.masks, self._max_rows)
+        self._late_masks = step.late_masks
 
     def penalised(self, row: int) -> bool:
         """Whether the row needs its tokens counted."""
@@ -108,14 +115,18 @@ class SamplingColumns:
 
     def are_plain(self, rows: np.ndarray, positions: np.ndarray) -> bool:
         """Whether all ``rows`` are greedy at ``positions`` and ask for nothing else: no log-probabilities, no penalty, no rule, no second choice."""
-        if self._masks is not None or not self._plain[rows].all() or (self._num_choices[rows] > 1).any():
+        if self._has_masks or not self._plain[rows].all() or (self._num_choices[rows] > 1).any():
             return False
         return not self._rules.hold(rows, positions)
 
     def are_untruncated(self, rows: np.ndarray, positions: np.ndarray) -> bool:
         """As ``are_plain``, but for rows that draw from all of their distribution too."""
-        has_wish = self._masks is not None or (self._num_logprobs[rows] >= 0).any() or self._rules.hold(rows, positions)
+        has_wish = self._has_masks or (self._num_logprobs[rows] >= 0).any() or self._rules.hold(rows, positions)
         return not has_wish and self.are_separable(rows)
+
+    @property
+    def _has_masks(self) -> bool:
+        return self._masks is not None or self._late_masks is not None
 
     def are_separable(self, rows: np.ndarray) -> bool:
         """Whether a draw of ``rows`` is a matter of one pass over its logits, whatever was sampled before: they are greedy or draw from all that their rules and masks leave, and
@@ -132,10 +143,17 @@ class SamplingColumns:
         """What ``rows``, which are separable, wish of their draws at ``positions`` beside a token; None: nothing."""
         num_logprobs = self._num_logprobs[rows]
         rules = self._rules.of(rows, positions, _NO_TOKENS)
-        masks = None if self._masks is None else self._masks.of(rows, positions)
-        if rules is None and masks is None and not (num_logprobs >= 0).any():
+        asks = (num_logprobs >= 0).any()
+        masked, octets = _NO_DRAWS, None
+        if self._late_masks is not None:
+            place = np.full(self._max_rows, -1, dtype=np.int64)
+            place[rows] = np.arange(len(rows))
+            masked = place[self._late_masks.rows]
+        elif self._masks is not None and (masks := self._masks.of(rows, positions)) is not None:
+            masked, octets = masks.draws, masks.octets
+        if rules is None and not len(masked) and not asks:
             return None
-        return Wishes(rules or NO_RULES, masks, num_logprobs if (num_logprobs >= 0).any() else num_logprobs[:0])
+        return Wishes(rules or NO_RULES, masked, octets, num_logprobs if asks else num_logprobs[:0])
 
     def randomness(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Temperatures float32 (0 for greedy), seeds uint64 and choices int64 of the rows."""
@@ -149,8 +167,10 @@ class SamplingColumns:
     def draws(self, rows: np.ndarray, positions: np.ndarray, known: np.ndarray) -> tuple[Draws, np.ndarray]:
         """The draws of ``rows`` at ``positions``, one a choice, and for each draw the index of its row among ``rows``.
 
-        Choices beyond a row's own are drawn once, at its first sample. ``known [max_rows, positions]`` holds the rows' tokens before their positions.
+        Waits for late masks. Choices beyond a row's own are drawn once, at its first sample. ``known [max_rows, positions]`` holds the rows' tokens before their positions.
         """
+        if self._late_masks is not None:
+            self._masks, self._late_masks = StepMasks(self._late_masks.wait(), self._max_rows), None
         counts = self._num_choices[rows]
         index = np.repeat(np.arange(len(rows)), counts)
         self._num_choices[rows] = 1
