@@ -98,6 +98,9 @@ class StartVerdict:
         self._guard = guard
         self._log = log
         self._timer: threading.Timer | None = None
+        self._turn = threading.Lock()
+        self._is_over = False
+        """The directory may be another's: a timer that comes late must not take away the marker of the next start."""
         self._is_reported = False
         self._retry_s = _RETRY_MIN_S
 
@@ -113,12 +116,15 @@ class StartVerdict:
         """The daemon ends; not ``clean``: the start counts neither as good nor as one that died."""
         if self._timer is not None:
             self._timer.cancel()
-        self._settle(self._guard.clear if clean else self._guard.take_back)
+        with self._turn:
+            self._is_over = True
+            self._settle(self._guard.clear if clean else self._guard.take_back)
 
     def _mark_good(self) -> None:
-        if not self._settle(self._guard.clear):
-            self.good_in(self._retry_s)
-            self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
+        with self._turn:
+            if not self._is_over and not self._settle(self._guard.clear):
+                self.good_in(self._retry_s)
+                self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
 
     def _settle(self, mark: Callable[[], None]) -> bool:
         try:
