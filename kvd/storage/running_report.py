@@ -26,7 +26,7 @@ def running_status(
             "damage": damage,
         }
     index, planner = running.recovered.index, running.planner
-    last_s = planner.last_checkpoint_s
+    last_s, num_waiting = planner.last_checkpoint_s, planner.num_waiting
     reason = planner.fault or running.wal.fault or fault
     return {
         "nodes": len(index.nodes),
@@ -35,8 +35,8 @@ def running_status(
         "wal_bytes": running.wal.num_bytes,
         "write_policy": config.write_policy,
         "governor": running.governor.state.value,
-        "waiting_blocks": planner.num_waiting,
-        "waiting_bytes": planner.num_waiting * running.budget.block_bytes,
+        "waiting_blocks": num_waiting,
+        "waiting_bytes": num_waiting * running.budget.block_bytes,
         "unwritten_blocks": index.num_unwritten,
         "refused_blocks": planner.num_refused,
         "max_block_bytes": running.budget.max_block_bytes,

@@ -14,7 +14,6 @@ import pytest
 from storage_harness import ROW_BYTES, World, chain_of, crash, prompt
 
 from kvd.cache.tenants import Selection
-from kvd.observe import failpoints
 from kvd.storage import generations, persistence, store, store_thread
 from kvd.storage.errors import StateLockedError, StoreBlockedError, StoreDamagedError, StoreFullError, StoreMapFullError, StorePanickedError
 from kvd.storage.fault_episode import FaultEpisode
@@ -68,11 +67,11 @@ def test_tries_have_growing_bounded_pauses_and_are_reported_once(tmp_path, monke
     began_s, before = time.monotonic(), commit.num_refused
     world.until(lambda: commit.num_refused >= before + 4)
     assert time.monotonic() - began_s > 3 * 0.05
-    assert events(world, "storage.degraded") == 1
-    assert world.storage.stats()["degradations"] == 1
+    world.until(lambda: world.storage.stats()["degradations"] == 1)
     commit.error = None
     world.until(lambda: world.storage.status()["blocks"] == 5 and not world.storage.status()["degraded"])
     assert events(world, "storage.degraded") == events(world, "storage.resumed") == 1
+    assert world.storage.stats()["degradations"] == 1
     world.stop()
     assert check_store(tmp_path)["ok"]
 
@@ -101,8 +100,7 @@ def test_an_io_error_while_the_disk_is_full_gives_the_generation_up(tmp_path, mo
     world.until(lambda: world.storage.status()["degraded"])
     assert world.storage.status()["blocks"] == 5
     commit.error = StoreDamagedError("eio: the disk fails")
-    world.until(lambda: world.storage.status()["reason"].startswith("eio: "))
-    assert world.storage.status()["blocks"] == 0
+    world.until(lambda: world.storage.status()["reason"].startswith("eio: ") and world.storage.status()["blocks"] == 0)
     commit.error = None
     world.until(lambda: world.storage.status()["blocks"] == 10 and not world.storage.status()["degraded"])
     assert [entry["generation_lost"] for entry in world.log.named("storage.degraded")] == [False, True]
@@ -389,8 +387,14 @@ def test_map_full_is_a_full_store():
 
 def test_while_a_thread_hangs_on_its_disk_the_state_directory_stays_locked(tmp_path, monkeypatch):
     monkeypatch.setattr(persistence, "_STOP_S", 0.2)
-    monkeypatch.setattr(failpoints, "_armed", {"store.before_commit": failpoints._Armed("sleep:2", 1)})
+    disk, real = threading.Event(), StoreTransaction.commit
+
+    def commit(self) -> None:
+        assert disk.wait(60)
+        real(self)
+
     world = World(tmp_path, checkpoint_interval_s=1000.0)
+    monkeypatch.setattr(StoreTransaction, "commit", commit)
     store = world.storage._running.store
     for _ in range(2):
         world.ask(prompt(0, 81))
@@ -399,6 +403,7 @@ def test_while_a_thread_hangs_on_its_disk_the_state_directory_stays_locked(tmp_p
     world.storage.close(clean=False)
     with pytest.raises(StateLockedError):
         StateLock(tmp_path)
+    disk.set()
     assert store.stop(60)
     world.storage._lock.release()
 

@@ -333,8 +333,8 @@ def test_a_disk_that_is_too_full_for_a_folder_costs_the_forget_not_the_store(tmp
     monkeypatch.setattr(generations, "_created", fail)
     assert forget(world, WHOLE).error.startswith("enospc")
     monkeypatch.undo()
+    world.until(lambda: world.log.named("storage.resumed") and not world.storage._running.planner.degraded_reason, timeout_s=30)
     assert [entry["generation_lost"] for entry in world.log.named("storage.degraded")] == [False]
-    world.until(lambda: not world.storage._running.planner.degraded_reason, timeout_s=30)
     assert generations.current.generation == before
     assert world.storage.status()["blocks"] >= 6
     assert forget(world, WHOLE, b"again").error == ""
@@ -343,6 +343,7 @@ def test_a_disk_that_is_too_full_for_a_folder_costs_the_forget_not_the_store(tmp
 
 
 def test_a_store_that_can_not_be_written_gives_way_to_an_empty_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "_RETRY_MIN_S", 1000.0)  # it does so by the forget, and not by itself before
     world = World(tmp_path)
     live(world)
     before = world.storage._running.recovered.generations.current.generation

@@ -244,7 +244,7 @@ def test_the_governor_holds_copies_back_while_requests_wait(tmp_path):
     world.storage.set_queue_depth(3)
     for _ in range(2):
         world.ask(prompt(0, 81))
-    world.until(lambda: world.storage.stats()["blocks_under_way"] == 5)
+    world.until(lambda: world.storage.status()["waiting_blocks"] == 5 and world.storage.status()["governor"] == "queue")
     for _ in range(20):
         world.tick()
     assert world.storage.stats()["checkpoint_copied_bytes"] == 0
@@ -377,7 +377,8 @@ def test_a_full_disk_keeps_the_generation_and_heals(tmp_path, monkeypatch):
     world.stop()
 
 
-def test_a_checkpoint_while_degraded_fails_with_the_reason(tmp_path, arm):
+def test_a_checkpoint_while_degraded_fails_with_the_reason(tmp_path, arm, monkeypatch):
+    monkeypatch.setattr(store_thread, "_RETRY_MIN_S", 1000.0)
     world = World(tmp_path)
     arm("store.before_commit=raise")
     for _ in range(2):
@@ -639,8 +640,7 @@ def test_steps_go_on_and_leased_blocks_stay_while_a_copy_hangs(tmp_path):
     for each in leased:
         assert bytes(world.runner.row(each.block_id)) == row_of(each.block_hash)
     world.runner.gate.set()
-    world.until(lambda: world.storage.stats()["blocks_under_way"] == 0)
-    assert world.storage.status()["blocks"] >= 3
+    world.until(lambda: world.storage.stats()["blocks_under_way"] == 0 and world.storage.status()["blocks"] >= 3)
     world.stop()
     assert check_store(tmp_path)["ok"]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 
 import pytest
-from test_wal_log import open_writer, repair, some_records
+from test_wal_log import open_writer, repair, some_records, until
 
 from kvd.wal import writer as writer_module
 
@@ -35,13 +34,6 @@ def syncs(monkeypatch):
 
     monkeypatch.setattr(writer_module.os, "fdatasync", fdatasync)
     return state
-
-
-def until(condition) -> None:
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_records_are_written_at_once_and_read_without_a_sync(wal, tmp_path, syncs):
@@ -108,11 +100,10 @@ def test_after_a_failed_sync_all_that_was_not_synced_is_written_anew(wal, tmp_pa
     for record in records[10:]:
         writer.append(record)
     until(lambda: writer._written_lsn == 30)
-    assert not writer.flush(0.2)
-    assert writer.fault
+    until(lambda: not writer.flush(0.05) and writer.fault)
     syncs["fails"] = False
     assert writer.flush(TIMEOUT_S)
-    assert not writer.fault
+    until(lambda: not writer.fault)
     assert writer.close(60)
     found, report = repair(wal, tmp_path / "quarantine")
     assert (found, report.damage) == (list(enumerate(records, 1)), [])

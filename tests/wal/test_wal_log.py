@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,14 @@ def repair(directory: Path, quarantine: Path, max_bytes: int = 1 << 20) -> tuple
         directory, UUID, lambda lsn, record: found.append((lsn, record)), quarantine=quarantine, quarantine_max_bytes=max_bytes
     )
     return found, report
+
+
+def until(condition: Callable[[], object]) -> None:
+    """What the writer's thread says of itself comes after what it did."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -311,7 +320,7 @@ def test_tries_that_fail_leave_no_segments_behind(wal, tmp_path, monkeypatch):
     assert writer.fault.startswith("eio: the disk fails")
     failing["yes"] = False
     assert writer.flush(60)
-    assert writer.fault == ""
+    until(lambda: writer.fault == "")
     assert len(heard) == 2
     assert heard[1] == "recovered"
     assert writer.num_bytes == 2048
@@ -377,13 +386,9 @@ def test_a_segment_given_up_over_another_s_unlinking_goes_once_all_of_it_is_appl
     assert writer.flush(60)
     assert len(list_segments(wal)) > 1
     writer.retire(read_segment(*list_segments(wal)[0]).last_lsn)
-    while not errors:
-        time.sleep(0.001)
+    until(lambda: errors)
     writer.retire(writer.seal())
-    end = time.monotonic() + 60
-    while list_segments(wal):
-        assert time.monotonic() < end, (writer.fault, list_segments(wal))
-        time.sleep(0.001)
+    until(lambda: not list_segments(wal))
     assert len(errors) == 1
     assert writer.append(Unpin("x")) == 61
     assert writer.close(60)
@@ -400,10 +405,7 @@ def test_a_sealed_segment_that_was_applied_before_it_was_written_goes(wal):
     writer.append(Unpin("b"))  # in the same round, and nothing is applied after it
     writer.retire(4)
     assert writer.flush(60)
-    end = time.monotonic() + 60
-    while writer.lowest_last_lsn <= 4:
-        assert time.monotonic() < end, list_segments(wal)
-        time.sleep(0.001)
+    until(lambda: writer.lowest_last_lsn > 4)
     assert writer.close(60)
     assert [each.last_lsn for each in (read_segment(*entry) for entry in list_segments(wal))] == [5]
 
@@ -435,10 +437,10 @@ def test_a_full_disk_keeps_records_waiting_until_there_is_room(wal, tmp_path, mo
     writer = open_writer(wal)
     writer.append(Pin("a", b"h"))
     assert not writer.flush(0.05)
-    assert "No space" in writer.fault
+    until(lambda: "No space" in writer.fault)
     full["yes"] = False
     assert writer.flush(60)
-    assert writer.fault == ""
+    until(lambda: writer.fault == "")
     assert writer.close(60)
     assert repair(wal, tmp_path / "quarantine")[0] == [(1, Pin("a", b"h"))]
 
