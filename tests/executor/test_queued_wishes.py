@@ -21,6 +21,7 @@ from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec  # noqa: 
 from kvd.executor.native_kv_pool import NativeKvPool  # noqa: E402
 from kvd.executor.native_model import NativeModel  # noqa: E402
 from kvd.executor.native_runner import NativeRunner, PendingStep  # noqa: E402
+from kvd.executor.sampling.masks import DrawMasks  # noqa: E402
 from kvd.step import ContinuedRows, LateMasks, SchedulerOutput, StartedRow, TokenMasks  # noqa: E402
 from kvd.types import SamplingParams, pack_tokens  # noqa: E402
 
@@ -231,6 +232,21 @@ def test_masks_leave_what_they_allow(isa, decoder, size):
     by_id = dict(entry.top)
     assert len(by_id) == VOCAB
     assert output.token_ids == [max(allowed, key=lambda token: (by_id[token], -token))]
+
+
+@pytest.mark.parametrize("size", [1, 8, 23, 301, 4096])
+def test_the_sampler_forbids_by_the_same_kernel(isa, size):
+    drawing = np.random.default_rng(size)
+    octets = drawing.integers(0, 256, (3, -(-size // 8) + 3), dtype=np.uint8)
+    octets[1, ::2], octets[2, 1::3] = 0, 255
+    logits = torch.randn(5, size)
+    forbidden = np.unpackbits(octets, axis=1, bitorder="little")[:, :size] == 0
+    expected = logits.clone()
+    expected[torch.tensor([4, 0, 2])] = expected[torch.tensor([4, 0, 2])].masked_fill(torch.from_numpy(forbidden), float("-inf"))
+    DrawMasks(np.array([4, 0, 2]), octets).forbid(logits)
+    assert torch.equal(logits, expected)
+    with pytest.raises(IndexError, match="draw 5 of 5"):
+        DrawMasks(np.array([4, 0, 5]), octets).forbid(logits)
 
 
 def test_what_does_not_fit_is_refused():

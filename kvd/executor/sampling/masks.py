@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvd.executor.kernels.cpu import native
 from kvd.step import TokenMasks
 
 
@@ -22,6 +23,9 @@ class DrawMasks:
 
     def forbid(self, logits: Tensor) -> None:
         """Minus infinity in the place of what ``logits [N, V]`` may not become, in place; on their device."""
+        if logits.device.type == "cpu" and native.status().isa is not None:
+            native.module().forbid(native.pool(), logits.numpy(), self.draws, self.octets)
+            return
         octets = torch.from_numpy(self.octets).to(logits.device)
         bits = octets[:, :, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=logits.device)).bitwise_and_(1)
         forbidden = bits.view(len(octets), -1)[:, : logits.shape[1]] == 0

@@ -25,9 +25,9 @@ void require(bool fits, const char* what) {
     if (!fits) throw std::invalid_argument(std::string("what a step's draws want does not fit together: ") + what);
 }
 
-void check_ids(const std::vector<int64_t>& ids, int64_t end) {
+void check_ids(const std::vector<int64_t>& ids, int64_t end, const char* what = "token") {
     for (const int64_t id : ids)
-        if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(end)) throw std::out_of_range("token " + std::to_string(id) + " of " + std::to_string(end));
+        if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(end)) throw std::out_of_range(std::string(what) + " " + std::to_string(id) + " of " + std::to_string(end));
 }
 
 void index(Shaping::Pairs& pairs, int64_t num_draws) {
@@ -245,6 +245,21 @@ void register_shaping(nb::module_& m) {
         nb::arg("pool"), nb::arg("logits"), nb::arg("counts"), nb::arg("places"),
         "Of each row of finite logits the log-probability of the element at `places`, and the (place, log-probability) pairs of its `counts` largest, the lowest "
         "place first among equals.");
+    m.def(
+        "forbid",
+        [](Pool& pool, const nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& logits, const Ints& draws,
+           const nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& octets) {
+            const auto size = static_cast<int64_t>(logits.shape(1)), mask_octets = static_cast<int64_t>(octets.shape(1));
+            if (octets.shape(0) != draws.size() || mask_octets * 8 < size) throw std::invalid_argument("logits [rows, size], draws [masks], octets [masks, size / 8 or more]");
+            check_ids(values_of(draws), static_cast<int64_t>(logits.shape(0)), "draw");
+            nb::gil_scoped_release released;
+            const ElementwiseTable& table = KVD_CHOOSE(elementwise_table);
+            each_row(pool, static_cast<int64_t>(draws.size()), [&](int64_t mask) {
+                table.forbid(logits.data() + draws.data()[mask] * size, size, octets.data() + mask * mask_octets);
+            });
+        },
+        nb::arg("pool"), nb::arg("logits").noconvert(), nb::arg("draws"), nb::arg("octets"),
+        "Minus infinity in the rows `draws`, which are distinct, where bit j of byte b of a row's mask is 0: place 8 b + j.");
 }
 
 }  // namespace kvd
