@@ -258,7 +258,8 @@ def test_a_daemon_that_stops_answering_gets_a_new_connection_with_the_old_identi
         daemon.wait_for_kind(Hello, num_hellos + 1)
         daemon.deaf = False
         assert client.generate("ab").token_ids == (97, 98)
-        assert len(daemon.identities) == 1
+        # what was unread of a connection when another took its identity comes under one of the ROUTER's own, which begins with zero
+        assert len({identity for identity in daemon.identities if identity[0]}) == 1
 
 
 # ------------------------------------------------------------------------------------------------- credit and aborting
