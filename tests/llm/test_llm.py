@@ -203,7 +203,10 @@ def test_two_at_once_and_nothing_left_behind(tmp_path, monkeypatch):
         assert one.generate("a", max_tokens=2, temperature=0.0)[0].text == other.generate("a", max_tokens=2, temperature=0.0)[0].text
     assert list(tmp_path.iterdir()) == []
     gc.collect()
-    assert threading.active_count() <= before
+    until_s = time.monotonic() + 60
+    while threading.active_count() > before:  # nobody waits for those that tokenise
+        assert time.monotonic() < until_s, threading.enumerate()
+        time.sleep(0.01)
 
 
 def test_what_is_closed_says_so():
