@@ -79,16 +79,20 @@ void StepQueue::launch(std::shared_ptr<QueuedStep> step) {
 }
 
 void StepQueue::wait(const QueuedStep& step) {
-    if (!step.done.load(std::memory_order_acquire)) {
+    std::vector<std::shared_ptr<QueuedStep>> dropped;
+    {
         std::unique_lock lock(mutex_);
         ended_.wait(lock, [&] { return step.done.load(std::memory_order_relaxed); });
+        dropped.swap(done_);
     }
     if (step.error) std::rethrow_exception(step.error);
 }
 
 void StepQueue::wait_idle() {
+    std::vector<std::shared_ptr<QueuedStep>> dropped;
     std::unique_lock lock(mutex_);
     ended_.wait(lock, [&] { return steps_.empty(); });
+    dropped.swap(done_);
 }
 
 void StepQueue::set_failed(const int64_t* rows, const bool* failed, int64_t num_rows) {
@@ -119,6 +123,7 @@ void StepQueue::work() {
         step->error = error_;
         lock.lock();
         step->done.store(true, std::memory_order_release);
+        done_.push_back(std::move(steps_.front()));
         steps_.pop_front();
         ended_.notify_all();
     }

@@ -84,6 +84,8 @@ private:
     std::mutex mutex_;
     std::condition_variable launched_, ended_;
     std::deque<std::shared_ptr<QueuedStep>> steps_;  // the first is under way
+    // Those that have ended, until somebody waits: what a step holds may be the interpreter's, whose lock the queue's thread must never wait for.
+    std::vector<std::shared_ptr<QueuedStep>> done_;
     bool stopping_ = false;
     std::thread thread_;
 };
