@@ -41,12 +41,14 @@ class DiskBounds:
             self._trim_above = max(limits.max_nodes, len(index.nodes) + int(limits.max_nodes * _TRIM_STEP))
         excess = index.stored_bytes - self._max_block_bytes
         if excess > 0:
-            self._counters.num_expired_bytes += index.expire_bytes(excess)
+            self._counters.num_expired_bytes += index.expire_bytes(excess, keep=self._hot.above_under_way)
         return is_trimmed
 
     def free_pages(self) -> None:
         """Let a part of the stored bytes expire, so that a file that can't grow goes on."""
-        self._counters.num_expired_bytes += self._index.expire_bytes(int(self._index.stored_bytes * _FULL_EXPIRE_FRACTION))
+        self._counters.num_expired_bytes += self._index.expire_bytes(
+            int(self._index.stored_bytes * _FULL_EXPIRE_FRACTION), keep=self._hot.above_under_way
+        )
 
     def has_free_room(self) -> bool:
         """Whether one more block fits on disk without anything expiring."""
@@ -58,15 +60,20 @@ class DiskBounds:
         return now_s < self._no_room_until_s
 
     def make_room(self, node: IndexNode, now_s: float) -> bool:
-        """Have less valuable bytes expire so that those of ``node`` fit beside all under way; whether they do."""
+        """Have less valuable bytes expire so that those of ``node`` fit beside all under way; whether they do.
+
+        They do not where those of the block above it are neither there nor on their way: nothing could be read of them.
+        """
         limits, index = self._limits, self._index
+        if node.parent is not None and not node.parent.stored_bytes and not self._hot.is_under_way(node.parent):
+            return False
         needed = index.stored_bytes + self._hot.num_under_way * limits.block_bytes - self._max_block_bytes
         if needed <= 0:
             return True
         if self.had_no_room(now_s) and not node.num_pins:
             return False
         below = (True, -math.inf) if node.num_pins else index.rank(node)  # one pin's bytes never make room for another's
-        freed = index.expire_bytes(max(needed, int(limits.max_block_bytes * _EXPIRE_FRACTION)), below=below)
+        freed = index.expire_bytes(max(needed, int(limits.max_block_bytes * _EXPIRE_FRACTION)), below=below, keep=self._hot.above_under_way)
         self._counters.num_expired_bytes += freed
         if freed < needed:
             self._no_room_until_s = now_s + limits.checkpoint_interval_s

@@ -3,7 +3,7 @@ have to stay in memory a while first. The planner's own; one thread. Every event
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from enum import StrEnum
 
 from kvd.storage.node_index import IndexNode
@@ -36,7 +36,10 @@ class HotBlocks:
         self._waiting_pinned: dict[BlockHash, IndexNode] = {}
         self._dwelling: OrderedDict[BlockHash, tuple[IndexNode, float]] = OrderedDict()
         """With the time from which on each may be written; the oldest first, for all dwell equally long."""
-        self._under_way: set[BlockHash] = set()
+        self._under_way: dict[BlockHash, BlockHash | None] = {}
+        """With the block above each."""
+        self.above_under_way: Counter[BlockHash] = Counter()
+        """How many are under way below each: without its bytes theirs would be of no use."""
         self._refused: set[BlockHash] = set()
         """Those that found no room on disk; each gets another try with its next use."""
         self.everything = False
@@ -83,6 +86,16 @@ class HotBlocks:
         elif self._policy is WritePolicy.SELECTIVE and len(self._dwelling) < MAX_DWELLING:
             self._dwelling.setdefault(key, (node, now_s + self._dwell_s))
 
+    def consider_chain(self, node: IndexNode, now_s: float) -> None:
+        """As ``consider``, and before it those above it: without them it would be of no use on disk."""
+        chain: list[IndexNode] = []
+        above: IndexNode | None = node
+        while above is not None and above.is_resident and not above.queued and not above.stored_bytes:
+            chain.append(above)
+            above = above.parent
+        for each in reversed(chain):
+            self.consider(each, now_s)
+
     def _is_hot(self, node: IndexNode) -> bool:
         if self.everything or self._policy is WritePolicy.THROUGH:
             return True
@@ -98,14 +111,17 @@ class HotBlocks:
         node.queued = False
         return True
 
+    def is_under_way(self, node: IndexNode) -> bool:
+        return node.block_hash in self._under_way
+
     def take(self) -> IndexNode | None:
         """The next node, under way from now on; None if nothing waits or enough is under way."""
         queue = self._waiting_pinned or self._waiting
         if not queue or self.is_full:
             return None
-        node = queue.pop(next(iter(queue)))
-        self._under_way.add(node.block_hash)
-        return node
+        key, node = next(iter(queue.items()))
+        self._begin(node)  # first: a thread that counts beside this one finds it in one place at least
+        return queue.pop(key)
 
     def take_dwelt(self, now_s: float) -> IndexNode | None:
         """The node that has been longest in memory, if that is long enough, under way from now on. Only while nothing hot waits, and at most half of what may
@@ -115,14 +131,26 @@ class HotBlocks:
         key, (node, from_s) = next(iter(self._dwelling.items()))
         if now_s < from_s:
             return None
+        self._begin(node)
         del self._dwelling[key]
         node.queued = True
-        self._under_way.add(key)
         return node
+
+    def _begin(self, node: IndexNode) -> None:
+        if node.block_hash in self._under_way:  # a copy of before it was forgotten
+            return
+        above = None if node.parent is None else node.parent.block_hash
+        self._under_way[node.block_hash] = above
+        if above is not None:
+            self.above_under_way[above] += 1
 
     def release(self, block_hash: BlockHash, node: IndexNode | None) -> None:
         """A block is no longer under way."""
-        self._under_way.discard(block_hash)
+        above = self._under_way.pop(block_hash, None)
+        if above is not None:
+            self.above_under_way[above] -= 1
+            if not self.above_under_way[above]:
+                del self.above_under_way[above]
         if node is not None and block_hash not in self._waiting and block_hash not in self._waiting_pinned:
             node.queued = False
 

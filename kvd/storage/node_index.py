@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from kvd.cache.hashing import Namespace, block_hash
 from kvd.cache.tenants import may_be_asked
@@ -317,17 +317,17 @@ class NodeIndex:
         """Sort key, the least valuable first; pins last."""
         return (node.num_pins > 0, self.value(node))
 
-    def expire_bytes(self, num_bytes: int, below: Rank | None = None) -> int:
+    def expire_bytes(self, num_bytes: int, below: Rank | None = None, keep: Container[BlockHash] = ()) -> int:
         """Drop the bytes of the least valuable blocks, leaves of what is on disk first, until ``num_bytes`` are freed.
 
-        ``below``: only of blocks that rank under it. Returns the bytes that were freed. Costs O(log n) a block, but for the first time.
+        ``below``: only of blocks that rank under it; ``keep``: not of these. Returns the bytes that were freed. Costs O(log n) a block, but for the first time.
         """
         if self._expiry is None or len(self._expiry) > 2 * self.num_stored + _SPARE_EXPIRY_ENTRIES:
             self._expiry = [
                 (self.rank(node), key) for key, node in self.nodes.items() if node.stored_bytes and not node.num_stored_children
             ]
             heapq.heapify(self._expiry)
-        heap = self._expiry
+        heap, kept = self._expiry, []
         num_freed = 0
         while heap and num_freed < num_bytes:
             rank, key = heap[0]
@@ -342,8 +342,13 @@ class NodeIndex:
             if below is not None and rank >= below:
                 break
             heapq.heappop(heap)
+            if key in keep:
+                kept.append((rank, key))
+                continue
             num_freed += node.stored_bytes
             self.drop_bytes(node)
+        for entry in kept:
+            heapq.heappush(heap, entry)
         return num_freed
 
     def _offer(self, node: IndexNode) -> None:

@@ -402,7 +402,7 @@ class Planner:
         self._hot.everything = True
         resident = [node for node in self._index.nodes.values() if node.is_resident]
         for node in sorted(resident, key=self._index.rank, reverse=True):
-            self._hot.consider(node, self._now_s)
+            self._hot.consider_chain(node, self._now_s)
         self._wait_for_all(self._mark_clean)
 
     def _mark_clean(self, _num_blocks: int, _num_bytes: int, error: str) -> None:
@@ -483,10 +483,14 @@ class Planner:
         else:
             self._governor.hold_grants(HeldBy.NONE)
         while self._governor.is_idle and self._bounds.has_free_room() and (node := self._hot.take_dwelt(self._now_s)) is not None:
-            granted.append(node)
+            if self._bounds.make_room(node, self._now_s):
+                granted.append(node)
+            else:
+                self._hot.refuse(node)
         if not granted:
             return
         if self._handover.has_changes:
             self._handover.send(commit=False)  # a block's node precedes its bytes
         self._handover.uncommitted = True
-        self._requests.wanted.extend(Wanted(node.block_hash, node.block_id, node.root) for node in granted)
+        wanted = [Wanted(node.block_hash, node.block_id, node.root) for node in granted]
+        self._requests.wanted.extend(wanted)  # at once: a copy begun between two of them would be of one block
