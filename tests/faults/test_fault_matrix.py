@@ -188,8 +188,7 @@ def go_through(life: Life, fault: Fault) -> None:
         assert any(f"{cause}: " in during for cause in fault.causes), during
     else:
         assert during in {"recipe", "recipe+bytes"}
-    life.until(lambda: all(EVENTS[part][0] in life.events() for part in fault.parts))
-    assert life.store()["degraded"]
+    life.until(lambda: all(EVENTS[part][0] in life.events() for part in fault.parts) and life.store()["degraded"])
     assert life.store()["reason"].partition(": ")[0] in fault.causes
     num_failed = [life.layer.num_failed(rule) for rule in range(len(fault.rules))]
     if fault.parts != ("recipes",):  # which are tried again with the next pin, or after ten seconds

@@ -82,8 +82,7 @@ def build(state_dir: Path) -> None:
             world.ask(token_ids)
         assert not world.checkpoint().error
     world.ask(LOGGED)
-    wal = world.storage._running.wal
-    world.until(lambda: wal.durable_lsn == wal.last_lsn)
+    world.until_logged()
     crash(world)
     (state_dir / "starting").unlink()
     copy = state_dir.with_name("copy")

@@ -209,6 +209,12 @@ class World:
             time.sleep(min(0.002, self.storage.idle_delay_s()))
         return value
 
+    def until_logged(self) -> None:
+        """Until the log has what was told of on disk: the planner first has to hear of it."""
+        running = self.storage._running
+        self.until(lambda: not running.planner.is_busy)
+        self.until(lambda: running.wal.durable_lsn == running.wal.last_lsn)
+
     def stop(self, *, clean: bool = True) -> bool:
         """End as a daemon does that was asked to (or, with ``clean`` False, that failed)."""
         done = self.storage.shutdown_checkpoint(time.monotonic() + 30) if clean else False
@@ -289,7 +295,7 @@ def golden(state_dir: Path, **options) -> None:
     world.stop()
     world = World(state_dir, row_bytes=200, checkpoint_interval_s=1000.0, **options)
     world.ask(prompt(1, 33))
-    world.until(lambda: world.storage._running.wal.durable_lsn == world.storage._running.wal.last_lsn)
+    world.until_logged()
     crash(world)
 
 

@@ -11,7 +11,7 @@ from storage_harness import BLOCK_TOKENS, ROW_BYTES, World, chain_of, crash, pro
 from kvd.cache.events import BlockStored
 from kvd.commands import LoadDone
 from kvd.observe import failpoints
-from kvd.storage import cold_tier
+from kvd.storage import cold_tier, store_thread
 
 pytestmark = pytest.mark.store
 
@@ -27,6 +27,18 @@ def arm(monkeypatch):
         monkeypatch.setattr(failpoints, "_armed", failpoints._parse(spec))
 
     return set_to
+
+
+@pytest.fixture
+def may_read(monkeypatch) -> threading.Event:
+    """The cold reader waits before each part until this is set."""
+    event = threading.Event()
+
+    def wait(_: str) -> None:
+        assert event.wait(60)
+
+    monkeypatch.setattr(cold_tier, "failpoint_translated", wait)
+    return event
 
 
 def blocks_of(token_ids: bytes) -> list[bytes]:
@@ -72,15 +84,16 @@ def end(world: World, targets, load_id: int = 1) -> LoadDone:
 
 
 def damage(state_dir: Path, key: bytes) -> None:
-    """Flip a bit of the block's row under the open store; behind a page's header and the value's, for what lmdb leaves unwritten elsewhere may be anything."""
+    """Flip a bit of the block's row under the open store, behind a page's header and the value's. Where lmdb has used the memory of that page for another one
+    since, whose rest it leaves unwritten, the row lies there as well."""
     (path,) = state_dir.glob("kv/*/data.mdb")
     data, row = path.read_bytes(), row_of(key)
-    offset = next(start for start in range(16 + 96, len(data), 4096) if data.startswith(row, start))
+    offsets = [start for start in range(16 + 96, len(data), 4096) if data.startswith(row, start)]
+    assert offsets
     with path.open("r+b") as file:
-        file.seek(offset + 17)
-        byte = file.read(1)[0]
-        file.seek(offset + 17)
-        file.write(bytes([byte ^ 4]))
+        for offset in offsets:
+            file.seek(offset + 17)
+            file.write(bytes([row[17] ^ 4]))
 
 
 def test_blocks_that_left_memory_come_back_with_their_bytes(tmp_path):
@@ -139,33 +152,35 @@ def test_a_damaged_block_is_not_offered_after_a_crash_either(tmp_path):
     damage(tmp_path, key)
     end(world, begin(world))
     world.until(lambda: not world.storage.block_on_disk(key)[0])
-    wal = world.storage._running.wal
-    world.until(lambda: wal.durable_lsn == wal.last_lsn)
+    world.until_logged()
     crash(world)
     world = World(tmp_path)
     assert (world.report.num_blocks, world.report.dropped) == (4, {})
     world.stop()
 
 
-def test_bytes_that_expired_since_the_look_up_are_a_miss_and_no_damage(tmp_path, arm):
+def test_bytes_that_expired_since_the_look_up_are_a_miss_and_no_damage(tmp_path, may_read):
     world = cold_world(tmp_path)
     key = chain_of(PROMPT, world.namespace)[6]
-    last_lsn = world.storage._running.wal.last_lsn
-    arm("cold.before_read=sleep:0.3")
+    planner, index, last_lsn = world.storage._running.planner, world.storage._running.recovered.index, world.storage._running.wal.last_lsn
     targets = begin(world)
-    index = world.storage._running.recovered.index
-    index.drop_bytes(index.nodes[key])
+
+    class Expire:
+        pass
+
+    planner.handle(Expire, lambda _: index.drop_bytes(index.nodes[key]))
+    planner.post(Expire())
     assert not world.checkpoint().error
+    may_read.set()
     assert end(world, targets) == LoadDone(1, 6, "missing")
+    world.until(lambda: not planner._mail)
     assert world.storage._running.wal.last_lsn == last_lsn, "nothing is logged of it"
     world.stop()
 
 
-def test_a_generation_that_is_set_aside_meanwhile_fails_the_load(tmp_path, arm, monkeypatch):
+def test_a_generation_that_is_set_aside_meanwhile_fails_the_load(tmp_path, arm, monkeypatch, may_read):
+    monkeypatch.setattr(store_thread, "_RETRY_MIN_S", 1000.0)  # nothing takes its place as long as this lasts
     world = cold_world(tmp_path)
-    world.storage._running.store._retry_s = 1000.0  # nothing takes its place as long as this lasts
-    may_read = threading.Event()
-    monkeypatch.setattr(cold_tier, "failpoint_translated", lambda _: may_read.wait(60))
     arm("store.before_commit=raise")
     targets = begin(world)
     world.ask(prompt(1, 33))
@@ -256,19 +271,19 @@ def test_a_part_that_does_not_reach_the_pool_ends_the_load_with_the_parts_before
     world.stop()
 
 
-def test_a_disk_that_hangs_holds_nobody_up(tmp_path, arm):
+def test_a_disk_that_hangs_holds_nobody_up(tmp_path, may_read):
     world = cold_world(tmp_path, cold_tier_timeout_s=0.2, checkpoint_bytes_per_step=4 * ROW_BYTES)
     tier = world.storage.cold_tier
-    arm("cold.before_read=sleep:0.6")
     first = begin(world)
     assert end(world, first) == LoadDone(1, 0, "timeout")
     assert list(tier.lookup(world.namespace, world.namespace.root, blocks_of(PROMPT))) == [], "nothing is asked of a disk that hangs"
     assert world.ask(PROMPT) == 0
     rows = bytes(world.runner.memory)
+    may_read.set()
     world.until(lambda: tier._reading is None)
     world.tick()
     assert bytes(world.runner.memory) == rows, "what comes late is not used"
-    arm("")
+    tier._timeout_s = 60.0
     forget_memory(world)
     assert end(world, begin(world, load_id=3), 3).num_loaded == NUM_BLOCKS
     assert world.ask(PROMPT) == 160

@@ -44,7 +44,7 @@ def live(state_dir: Path) -> None:
         world.ask(prompt(0, 81))
     assert not world.checkpoint().error
     world.ask(prompt(1, 81))
-    world.until(lambda: world.storage._running.wal.durable_lsn == world.storage._running.wal.last_lsn)
+    world.until_logged()
     crash(world)
     (state_dir / "starting").unlink()
 
@@ -235,8 +235,8 @@ if in_namespace("true") is not None:  # without root and without user namespaces
 
 
 def test_an_unforeseen_error_of_the_store_thread_degrades_answers_and_heals(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_thread, "_RETRY_MIN_S", 0.5)
-    real, calls = StoreThread._apply, []
+    monkeypatch.setattr(store_thread, "_RETRY_MIN_S", 0.01)
+    real, probe, calls, may_heal = StoreThread._apply, StoreThread._probe, [], threading.Event()
 
     def fails_once(self, changes) -> None:
         calls.append(changes)
@@ -245,11 +245,13 @@ def test_an_unforeseen_error_of_the_store_thread_degrades_answers_and_heals(tmp_
         real(self, changes)
 
     monkeypatch.setattr(StoreThread, "_apply", fails_once)
+    monkeypatch.setattr(StoreThread, "_probe", lambda self: may_heal.wait(60) and probe(self))
     world = World(tmp_path)
     world.ask(prompt(0, 81))
     done = world.checkpoint()
     assert "nobody foresaw this" in done.error
     assert "nobody foresaw this" in world.storage.status()["reason"]
+    may_heal.set()
     world.until(lambda: not world.storage.status()["degraded"])
     assert world.pin("a", prompt(1, 64)) == "recipe+bytes"
     assert world.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import time
 from pathlib import Path
 
@@ -342,15 +343,25 @@ def test_recipes_that_can_not_be_listed_refuse_the_start(tmp_path, kind):
 
 
 def test_changes_that_wait_share_one_write_and_show_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(failpoints, "_armed", failpoints._parse("recipes.before_sync=sleep:0.05"))
+    is_under_way, may_end, real = threading.Event(), threading.Event(), two_copies.replace_file
+
+    def replace_file(*arguments, **options) -> None:
+        is_under_way.set()
+        assert may_end.wait(60)
+        real(*arguments, **options)
+
+    monkeypatch.setattr(two_copies, "replace_file", replace_file)
     inbox = Inbox()
     store = RecipeStore(tmp_path, inbox=inbox, log=Log())
-    for index in range(20):
+    store.put(b"0", recipe("r0"))
+    assert is_under_way.wait(60)
+    for index in range(1, 20):
         store.put(b"%d" % index, recipe(f"r{index}"))
     assert len(store.recipes()) == 20
+    may_end.set()
     assert store.close(60)
     assert len(inbox.commands) == 20
-    assert store.generation < 5
+    assert store.generation == 2 * two_copies.COPIES
     assert len(read_recipes(tmp_path).value) == 20
 
 

@@ -252,7 +252,8 @@ def test_of_a_namespace_that_has_left_the_index_no_salt_is_kept_and_nothing_is_w
 
 def test_a_group_of_records_has_its_new_tenants_keys_in_one_write(tmp_path, key_file):
     state = tmp_path / "state"
-    world = World(state, store_encryption_key_file=key_file, wal_sync_interval_ms=2000.0, checkpoint_interval_s=1000.0)
+    # nothing is written before the flush, however slowly the records come
+    world = World(state, store_encryption_key_file=key_file, wal_sync_interval_ms=600_000.0, checkpoint_interval_s=1000.0)
     before = key_files(state).files()[0][0]
     for number in range(20):
         world.ask(prompt(number, 17), Namespace(FINGERPRINT, b"salt %d" % number))
@@ -332,7 +333,7 @@ def test_a_life_under_a_key_comes_back_warm(tmp_path, key_file):
             world.ask(prompt(0, 81), namespace)
     assert not world.checkpoint().error
     world.ask(prompt(1, 33), SALTED)
-    world.until(lambda: world.storage._running.wal.durable_lsn == world.storage._running.wal.last_lsn)
+    world.until_logged()
     crash(world)
     report = check_store(state, key_file=key_file)
     assert report["ok"], report
@@ -385,13 +386,13 @@ def snapshot(state: Path) -> dict[str, bytes]:
 
 
 def plain_state(state: Path) -> None:
-    world = World(state)
+    world = World(state, checkpoint_interval_s=1000.0)
     assert world.pin("system", prompt(9, 48)) == "recipe+bytes"
     for _ in range(2):
         world.ask(prompt(0, 81))
     assert not world.checkpoint().error
     world.ask(prompt(1, 33))
-    world.until(lambda: world.storage._running.wal.durable_lsn == world.storage._running.wal.last_lsn)
+    world.until_logged()
     crash(world)
     (state / "quarantine").mkdir(exist_ok=True)
     (state / "quarantine" / "old").write_bytes(prompt(9, 48))
@@ -463,7 +464,7 @@ def test_nothing_stands_in_clear_after_a_life_with_damage(tmp_path, key_file, is
         world.ask(prompt(0, 81), SALTED)
     assert not world.checkpoint().error
     world.ask(prompt(1, 33), SALTED)
-    world.until(lambda: world.storage._running.wal.durable_lsn == world.storage._running.wal.last_lsn)
+    world.until_logged()
     crash(world)
     newest = list_recipe_files(state)[0][1]
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -491,11 +492,11 @@ def test_every_file_is_its_owners_alone_whatever_the_umask(tmp_path, key_file, u
     options = {"store_encryption_key_file": key_file} if is_sealed else {}
     old = os.umask(umask)
     try:
-        world = World(state, **options)
+        world = World(state, checkpoint_interval_s=1000.0, **options)
         assert world.pin("system", prompt(9, 48)) == "recipe+bytes"
         assert not world.checkpoint().error
         world.ask(prompt(1, 33))
-        world.until(lambda: world.storage._running.wal.durable_lsn == world.storage._running.wal.last_lsn)
+        world.until_logged()
         crash(world)
         segment = next((state / "wal").glob("*.wal"))
         data = bytearray(segment.read_bytes())
