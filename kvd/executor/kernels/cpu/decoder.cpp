@@ -179,11 +179,15 @@ void Decoder::greedy(const int64_t* tokens, int64_t num_rows, float* logits_out,
     largest_of_rows(*pool_, logits_out, num_rows, vocab_size(), token_ids, finite);
 }
 
-void Decoder::multiply_parts(const Parts& parts, const void* x, int64_t ldx, int64_t num_rows, float* out, int64_t ldo, const float* bias, bool accumulate) {
+// `next` is what is multiplied after these; null: nothing soon.
+void Decoder::multiply_parts(const Parts& parts, const void* x, int64_t ldx, int64_t num_rows, float* out, int64_t ldo, const float* bias, bool accumulate,
+                             const Parts* next) {
     int64_t first = 0;
-    for (const auto& part : parts) {
+    for (size_t i = 0; i < parts.size(); ++i) {
+        const auto& part = parts[i];
         Product product{};
         product.matrix = part.get();
+        product.next = i + 1 < parts.size() ? parts[i + 1].get() : next == nullptr ? nullptr : next->front().get();
         product.compute = shape_.compute;
         product.x = x;
         product.ldx = ldx;
@@ -246,7 +250,8 @@ void Decoder::run_layer(const DecoderLayer& layer, int64_t index, const StepInpu
     }
     {
         Timer timer(*this, QKV);
-        multiply_parts(layer.qkv, normed_.get(), hidden, num_tokens, heads, qkv, layer.qkv_bias.empty() ? nullptr : layer.qkv_bias.data(), false);
+        multiply_parts(layer.qkv, normed_.get(), hidden, num_tokens, heads, qkv, layer.qkv_bias.empty() ? nullptr : layer.qkv_bias.data(), false,
+                       &layer.output);
     }
     adapt(index, Site::qkv, normed_.get(), hidden, heads, qkv);
     {
@@ -264,7 +269,7 @@ void Decoder::run_layer(const DecoderLayer& layer, int64_t index, const StepInpu
     }
     {
         Timer timer(*this, OUTPUT);
-        multiply_parts(layer.output, normed_.get(), context, num_tokens, hidden_.get(), hidden, nullptr, true);
+        multiply_parts(layer.output, normed_.get(), context, num_tokens, hidden_.get(), hidden, nullptr, true, &layer.gate_up);
     }
     adapt(index, Site::output, normed_.get(), context, hidden_.get(), hidden);
     {
@@ -273,7 +278,7 @@ void Decoder::run_layer(const DecoderLayer& layer, int64_t index, const StepInpu
     }
     {
         Timer timer(*this, GATE_UP);
-        multiply_parts(layer.gate_up, normed_.get(), hidden, num_tokens, gate_up_.get(), 2 * inner, nullptr, false);
+        multiply_parts(layer.gate_up, normed_.get(), hidden, num_tokens, gate_up_.get(), 2 * inner, nullptr, false, &layer.down);
     }
     adapt(index, Site::gate_up, normed_.get(), hidden, gate_up_.get(), 2 * inner);
     {
@@ -282,7 +287,8 @@ void Decoder::run_layer(const DecoderLayer& layer, int64_t index, const StepInpu
     }
     {
         Timer timer(*this, DOWN);
-        multiply_parts(layer.down, activated_.get(), inner, num_tokens, hidden_.get(), hidden, nullptr, true);
+        multiply_parts(layer.down, activated_.get(), inner, num_tokens, hidden_.get(), hidden, nullptr, true,
+                       index + 1 < num_layers() ? &layers_[static_cast<size_t>(index) + 1].qkv : &head_);
     }
     adapt(index, Site::down, activated_.get(), inner, hidden_.get(), hidden);
 }
@@ -305,7 +311,7 @@ void Decoder::logits(const int64_t* tokens, int64_t num_rows, float* out) {
         }
     }
     Timer timer(*this, HEAD);
-    multiply_parts(head_, normed_.get(), hidden, num_rows, out, vocab_size(), nullptr, false);
+    multiply_parts(head_, normed_.get(), hidden, num_rows, out, vocab_size(), nullptr, false, nullptr);
 }
 
 namespace {

@@ -93,7 +93,8 @@ private:
 
     void check(const StepInput& input) const;
     void run_layer(const DecoderLayer& layer, int64_t index, const StepInput& input, const KvLayout& layout, const AttentionPlan& plan);
-    void multiply_parts(const Parts& parts, const void* x, int64_t ldx, int64_t num_rows, float* out, int64_t ldo, const float* bias, bool accumulate);
+    void multiply_parts(const Parts& parts, const void* x, int64_t ldx, int64_t num_rows, float* out, int64_t ldo, const float* bias, bool accumulate,
+                        const Parts* next);
     void adapt(int64_t layer, Site site, const void* x, int64_t ldx, float* out, int64_t ldo);
 
     std::shared_ptr<Pool> pool_;

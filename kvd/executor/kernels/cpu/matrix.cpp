@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -174,6 +175,71 @@ void Matrix::unpack_row(int64_t row, float* out) const {
     ops_of(format_).unpack_row(panel(row / PANEL), k_, row % PANEL, out);
 }
 
+namespace {
+
+// The pieces of a product shared out among threads: each goes along a run of neighbours of its own, so that what a core fetches ahead of itself is what
+// it reads, and takes over the second half of the longest run when its own has ended. take() may be called once for each piece.
+class Shares {
+public:
+    Shares(int64_t num_pieces, int num_threads) : num_threads_(num_threads) {
+        static thread_local std::unique_ptr<Run[]> runs;
+        static thread_local int num_runs = 0;
+        if (num_runs < num_threads) {
+            runs = std::make_unique<Run[]>(static_cast<size_t>(num_threads));
+            num_runs = num_threads;
+        }
+        runs_ = runs.get();
+        for (int w = 0; w < num_threads; ++w) runs_[w].bounds.store(pack(begin(num_pieces, num_threads, w), begin(num_pieces, num_threads, w + 1)), std::memory_order_relaxed);
+    }
+
+    static int64_t begin(int64_t num_pieces, int num_threads, int worker) { return num_pieces * worker / num_threads; }
+
+    struct Taken {
+        int64_t piece;
+        bool more;  // of the own run: the one after it is most likely this thread's next
+    };
+    Taken take(int worker) {
+        std::atomic<uint64_t>& own = runs_[worker].bounds;
+        for (uint64_t seen = own.load(std::memory_order_relaxed); first(seen) < last(seen);) {
+            if (own.compare_exchange_weak(seen, pack(first(seen) + 1, last(seen)), std::memory_order_relaxed)) return {first(seen), first(seen) + 1 < last(seen)};
+        }
+        for (;;) {
+            Run* longest = nullptr;
+            uint64_t bounds = 0;
+            for (int w = 0; w < num_threads_; ++w) {
+                const uint64_t seen = runs_[w].bounds.load(std::memory_order_relaxed);
+                if (last(seen) - first(seen) > last(bounds) - first(bounds)) longest = runs_ + w, bounds = seen;
+            }
+            if (!longest) continue;  // somebody is about to say what was taken over
+            const int64_t middle = (first(bounds) + last(bounds)) / 2;
+            if (!longest->bounds.compare_exchange_strong(bounds, pack(first(bounds), middle), std::memory_order_relaxed)) continue;
+            own.store(pack(middle + 1, last(bounds)), std::memory_order_relaxed);
+            return {middle, middle + 1 < last(bounds)};
+        }
+    }
+
+private:
+    struct alignas(64) Run {
+        std::atomic<uint64_t> bounds{0};  // the first piece that is left, in the low half, and the end
+    };
+    static uint64_t pack(int64_t first, int64_t last) { return static_cast<uint64_t>(first) | static_cast<uint64_t>(last) << 32; }
+    static int64_t first(uint64_t bounds) { return static_cast<uint32_t>(bounds); }
+    static int64_t last(uint64_t bounds) { return static_cast<int64_t>(bounds >> 32); }
+
+    Run* runs_;
+    int num_threads_;
+};
+
+// What the thread `worker` reads after a panel, most likely: the one beside it, or where its run of the next product begins.
+const uint8_t* next_panel(const Product& product, int64_t panel, bool more, int worker, int num_threads) {
+    if (more) return product.matrix->panel(panel + 1);
+    if (!product.next) return nullptr;
+    const int64_t first = Shares::begin(product.next->num_panels(), num_threads, worker);
+    return first < product.next->num_panels() ? product.next->panel(first) : nullptr;
+}
+
+}  // namespace
+
 void multiply(Pool& pool, const Product& product) {
     const Matrix& matrix = *product.matrix;
     if (product.num_rows <= 0) return;
@@ -207,13 +273,15 @@ void multiply(Pool& pool, const Product& product) {
         piece_rows = std::min((piece_rows + ROW_GROUP - 1) / ROW_GROUP * ROW_GROUP, MAX_PIECE_ROWS);
     }
     const int64_t row_pieces = (product.num_rows + piece_rows - 1) / piece_rows;
-    pool.run(num_panels * row_pieces, [&](int64_t piece, int worker) {
+    const int num_threads = pool.num_threads();
+    Shares shares(num_panels * row_pieces, num_threads);
+    pool.run(num_panels * row_pieces, [&](int64_t, int worker) {
+        const auto [piece, more] = shares.take(worker);
         const int64_t p = piece / row_pieces;
         const int64_t row = piece % row_pieces * piece_rows;
-        const int64_t next = p + pool.num_threads();  // threads take turns: most likely this one's next
         PanelWork work;
         work.panel = matrix.panel(p);
-        work.next_panel = row_pieces == 1 && next < num_panels ? matrix.panel(next) : nullptr;
+        work.next_panel = row_pieces == 1 ? next_panel(product, p, more, worker, num_threads) : nullptr;
         work.k = matrix.k();
         work.num_outputs = std::min(PANEL, matrix.n() - p * PANEL);
         work.x = static_cast<const uint8_t*>(product.x) + row * product.ldx * element;

@@ -58,6 +58,7 @@ struct Product {
     int64_t ldo;
     const float* bias = nullptr;  // [n]
     bool accumulate = false;      // add to what `out` holds: the residual stream
+    const Matrix* next = nullptr; // what is multiplied after this: it begins to be fetched while the last panels of this are computed
 };
 void multiply(Pool& pool, const Product& product);
 

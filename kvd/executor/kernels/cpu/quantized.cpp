@@ -298,11 +298,41 @@ template <Format FORMAT, int ROWS, int GROUPS>
     }
 }
 
+// Asks for what this thread reads next, a few lines with each block: what is left of the panel, then the next one. Into the second-level cache:
+// memory answers too late for the few misses that the first level can have under way.
+class Ahead {
+public:
+    Ahead(const PanelWork& work, int64_t panel_bytes)
+        : line_(work.panel + DISTANCE), end_(work.panel + panel_bytes), next_(work.next_panel ? work.next_panel : work.panel) {
+        turn();
+    }
+
+    template <int LINES>
+    [[gnu::always_inline]] void ask() {
+#pragma GCC unroll 40
+        for (int i = 0; i < LINES; ++i) _mm_prefetch(reinterpret_cast<const char*>(line_ + 64 * i), _MM_HINT_T1);
+        line_ += 64 * LINES;
+        turn();
+    }
+
+private:
+    static constexpr int64_t DISTANCE = 32 << 10;
+
+    void turn() {
+        if (line_ < end_) return;
+        line_ = next_;
+        end_ = next_ + (int64_t{1} << 40);
+    }
+
+    const uint8_t *line_, *end_, *next_;
+};
+
 // ROWS rows against a whole panel, GROUPS groups of outputs at a time; codes are expanded in registers, sums and totals stay there.
 template <Format FORMAT, int ROWS, int GROUPS>
 void multiply_rows(const PanelWork& work, int64_t first, float* totals) {
     constexpr PanelFormat SHAPE = panel_format(FORMAT);
-    constexpr int64_t AHEAD = 2048;
+    constexpr int LINES = static_cast<int>((SHAPE.super_bytes() / SHAPE.blocks() + 63) / 64);  // of a block, with its share of the header
+    Ahead ahead(work, work.k / SHAPE.super_k * SHAPE.super_bytes());
     const int64_t ld_sums = work.k / 32, ldx = work.ldx;
     const bf16* const x = static_cast<const bf16*>(work.x) + first * ldx;
     const float* const sums = SHAPE.has_min ? work.prepared + first * ld_sums : nullptr;
@@ -314,7 +344,7 @@ void multiply_rows(const PanelWork& work, int64_t first, float* totals) {
         for (int64_t b = 0; b < work.k / SHAPE.block_k; ++b, value_pairs += SHAPE.block_k) {
             const Place<FORMAT> at(work.panel, b);
             const uint8_t* const codes = at.codes + column * SHAPE.group_bytes;
-            for (int64_t line = 0; line < GROUPS * SHAPE.group_bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(codes + AHEAD + line), _MM_HINT_T0);
+            if (column == 0) ahead.ask<LINES>();
             __m512 part[ROWS][GROUPS];
             for (int r = 0; r < ROWS; ++r)
                 for (int g = 0; g < GROUPS; ++g) part[r][g] = _mm512_setzero_ps();
