@@ -103,6 +103,18 @@ def test_a_row_is_the_same_whatever_stands_beside_it(cpu, pool, fmt: str, n: int
                 assert torch.equal(product(threads, matrix, x[first : first + size].contiguous(), bias), whole[first : first + size]), size
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("n", [1, 65, 9 * 64, 40 * 64])
+def test_threads_compute_every_panel_once(n: int, num_threads: int) -> None:
+    """Fewer threads than panels and more; a thread that comes late has its panels taken over by others. What is computed twice is added twice."""
+    threads = native.module().Pool(num_threads)
+    matrix = packed(threads, "f32", torch.ones(n, 8))
+    for num_rows in (1, 5, 100):
+        x, into = torch.ones(num_rows, 8), torch.arange(num_rows * n, dtype=torch.float32).reshape(num_rows, n)
+        for _ in range(20):
+            assert torch.equal(product(threads, matrix, x, into=into), into + 8), num_rows
+
+
 def test_negative_zeros_infinities_and_nans_stay_in_their_rows(cpu, pool) -> None:
     weights = torch.randn(70, 33)
     x = torch.randn(9, 33)
