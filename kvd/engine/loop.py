@@ -184,6 +184,12 @@ class EngineLoop:
 
     def run(self, work: StartWork) -> LoopEnd:
         """Serve until drained or until the executor fails. Every request has had its terminal event when this returns."""
+        try:
+            return self._serve(work)
+        finally:
+            self._scheduler.give_up_late()  # whatever was raised here: the executor must be able to end
+
+    def _serve(self, work: StartWork) -> LoopEnd:
         self._begin(work)
         while True:
             for command in self._inbox.drain():

@@ -149,12 +149,12 @@ class Constraints:
         """All steps before ``oldest_step`` have been collected: if it is the one that waits for its masks, here they are."""
         late = self._late
         if late is not None and late.step == oldest_step:
-            self._late = None
             are_wanted = [not (each.is_over or each.request.is_over or each.leaving is Leaving.REPLANNED) for each, _ in late.constrained]
             late.masks.tell(self._written(late.masks.rows, late.masks.counts, late.constrained, are_wanted))
+            self._late = None  # not before: were the masks not to be had, the step must still be given up
 
     def give_up_late(self) -> None:
-        """The executor failed: nothing of the step that waits for its masks counts, but it must end."""
+        """The executor or the engine failed: nothing of the step that waits for its masks counts, but it must end."""
         late, self._late = self._late, None
         if late is not None:
             late.masks.tell(self._all_allowed(late.masks.rows, late.masks.counts))

@@ -344,6 +344,10 @@ class Scheduler:
         self._outcomes.fail(step, self._collect(step), message)
         return self._settle()
 
+    def give_up_late(self) -> None:
+        """Nothing is collected any more: let a step end that waits for its masks, lest the executor never does."""
+        self._constraints.give_up_late()
+
     def note_step_time(self, step: SchedulerOutput, seconds: float) -> None:
         """The executor took so long for a step, not counting what that waited for another one."""
         self._planner.pace.end(step.step, seconds)
