@@ -109,7 +109,7 @@ class Outcomes:
         for sequence in own:
             assert sequence.table is not None, "it was there a moment ago"
             self._roster.withdraw(list(sequence.table.fills))
-            if not sequence.request.is_over:
+            if not (sequence.is_over or sequence.request.is_over):  # what a row does beyond its choice's end is nobody's
                 if sequence.row in stuck:
                     self._endings.fail(sequence.request, ErrorCode.BAD_REQUEST, _STUCK)
                 else:

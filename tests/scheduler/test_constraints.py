@@ -193,6 +193,20 @@ def test_an_end_that_is_ignored_ends_the_text_all_the_same():
     assert bytes(token_id for token_id in ids if token_id != EOS_TOKEN_ID).decode() in WORDS
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_choice_that_the_constraint_ends_before_min_tokens_leaves_the_others_alone(late, max_in_flight):
+    words, stop, sampling = ("a", "ab", "c" * 12), (EOS_TOKEN_ID, ord("b")), SamplingParams(temperature=1.0, seed=0)
+    world = ConstraintWorld(max_in_flight=max_in_flight, late=late)
+    request = world.submit(prompt(9), words, num_choices=4, sampling=sampling, stop=stop, min_tokens=4)
+    world.finish_all()
+    heard = [world.heard(request, choice) for choice in range(4)]
+    limits = {"max_tokens": 20, "min_tokens": 4, "stop": stop}
+    assert heard == [expected(prompt(9), words, sampling=sampling, choice=choice, **limits) for choice in range(4)]
+    assert (list(b"a"), "stop") in heard
+    assert (list(b"c" * 12), "stop") in heard
+
+
 def test_an_empty_text_alone_and_min_tokens_contradict_each_other():
     world = ConstraintWorld()
     request = world.submit(prompt(5), ("",), min_tokens=1, num_choices=3)
