@@ -8,7 +8,7 @@ pytestmark = pytest.mark.torch
 
 import gc  # noqa: E402
 import random  # noqa: E402
-from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from concurrent.futures import ThreadPoolExecutor, wait  # noqa: E402
 from dataclasses import replace  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -157,6 +157,41 @@ def test_masks_may_come_while_their_step_runs(decoder, kind):
             launched = [ours.launch(each) for each in waiting]
     heard = [said(each.result() if isinstance(each, PendingStep) else each) for each in launched]
     assert heard == expected
+
+
+@pytest.mark.parametrize("drafting", [(1,), (0, 1)])
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.0, seed=4)])
+def test_masks_of_drafts_may_come_while_their_step_runs(decoder, sampling, drafting):
+    """One row drafts beside one that doesn't, or both do; what was drafted stays or is replaced by what its mask allows."""
+    begun = step([start(0, sampling), start(1, sampling)])
+    counts = [1 + 2 * (row in drafting) for row in (0, 1)]
+    draw = random.Random(len(drafting))
+    allowed = [
+        [7 + row] if nth == 0 and row in drafting else draw.sample(range(VOCAB), 40)  # the first of a draft stays
+        for row in (1, 0)
+        for nth in range(counts[row])
+    ]
+    masks = TokenMasks([1, 0], counts[::-1], NUM_WORDS, b"".join(map(words, allowed)))
+
+    def outcomes(runner, late_masks):
+        first = runner.launch(begun)
+        first = first.result() if isinstance(first, PendingStep) else first
+        last = dict(zip(first.rows, first.token_ids, strict=True))
+        given = [[last[row], 7 + row, 9] if row in drafting else [] for row in (0, 1)]
+        offsets = [0, len(given[0]), len(given[0]) + len(given[1])]
+        continued = ContinuedRows([0, 1], counts, [0, 0, 0], [], [count - 1 for count in counts], offsets, given[0] + given[1])
+        second = runner.launch(SchedulerOutput(4, (), continued, masks=None if late_masks else masks, late_masks=late_masks))
+        assert not isinstance(second, PendingStep)
+        return said(first), said(second)
+
+    expected = outcomes(queue_runner(decoder), None)
+    assert all(sum(each[0] == row for each in expected[1][0]) >= 2 for row in drafting)
+    late_masks = LateMasks(masks.rows, masks.counts)
+    with ThreadPoolExecutor(1) as waiter:
+        waiting = waiter.submit(outcomes, queue_runner(decoder), late_masks)
+        assert not wait([waiting], timeout=0.05).done
+        late_masks.tell(masks)
+        assert waiting.result() == expected
 
 
 def test_masks_that_never_come_keep_no_queue_alive(decoder):
