@@ -224,17 +224,20 @@ void tile_ahead(const PanelWork& work, const typename Kind::Input* x, float* out
 template <class Kind>
 void panel_product(const PanelWork& work) {
     const auto* x = static_cast<const typename Kind::Input*>(work.x);
-    // Rows go in groups of about equal size. The next panel, 4 lines for each step of k, is fetched while the first groups are computed.
+    // Rows go in groups of about equal size. A single group that goes along whole panels reads as memory gives, and the processor fetches ahead of it by
+    // itself: asking for more makes it slower. Otherwise the next panel, 4 lines for each step of k, is fetched while the groups are computed: of three
+    // the last two, which find their own panel in the cache.
     const int64_t num_groups = (work.num_rows + MAX_ROWS - 1) / MAX_ROWS;
     const int lines_of_a_group = num_groups == 1 ? 4 : num_groups < 4 ? 2 : 1;
-    int lines_left = work.next_panel ? 4 : 0;
+    const int64_t first_ahead = num_groups == 3 ? 1 : 0;
+    int lines_left = work.next_panel && (num_groups > 1 || TILE_OUTPUTS < PANEL) ? 4 : 0;
     const uint8_t* ahead = work.next_panel;
     const int64_t steps = work.k / Kind::STEP;
     int64_t row = 0;
     for (int64_t group = 0; group < num_groups; ++group) {
         const int64_t end = work.num_rows * (group + 1) / num_groups;
         for (int64_t first = 0; first < PANEL && first < work.num_outputs; first += TILE_OUTPUTS) {
-            const int lines = first == 0 && lines_left > 0 ? lines_of_a_group : 0;
+            const int lines = first == 0 && group >= first_ahead && lines_left > 0 ? lines_of_a_group : 0;
             const auto* from = x + row * work.ldx;
             float* out = work.out + row * work.ldo;
             switch (end - row) {
