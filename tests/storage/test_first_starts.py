@@ -9,18 +9,11 @@ import pytest
 from storage_harness import World, crash, prompt
 
 from kvd.storage.errors import DiskFaultError, StateDirError, StoreBlockedError, state_dir_errors
-from kvd.storage.key_file import write_key_file
 from kvd.storage.keys_file import has_keys
 from kvd.storage.lock import LOCK_NAME, StateLock
 from kvd.wal.disk_faults import fault_sentence
 
 pytestmark = pytest.mark.store
-
-
-@pytest.fixture
-def key_file(tmp_path) -> str:
-    write_key_file(tmp_path / "key")
-    return str(tmp_path / "key")
 
 
 @pytest.fixture

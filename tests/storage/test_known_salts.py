@@ -15,14 +15,6 @@ from kvd.storage import budget
 pytestmark = pytest.mark.store
 
 
-@pytest.fixture
-def key_file(tmp_path) -> str:
-    path = tmp_path / "master.key"
-    path.write_bytes(b"m" * 32)
-    path.chmod(0o600)
-    return str(path)
-
-
 def test_what_is_known_of_salts_is_bounded_however_many_clients_choose(tmp_path, key_file, monkeypatch):
     monkeypatch.setattr(budget, "_MAX_NODES", 40)
     state = tmp_path / "state"

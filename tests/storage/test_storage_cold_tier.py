@@ -10,23 +10,12 @@ from storage_harness import BLOCK_TOKENS, ROW_BYTES, World, chain_of, crash, pro
 
 from kvd.cache.events import BlockStored
 from kvd.commands import LoadDone
-from kvd.observe import failpoints
 from kvd.storage import cold_tier, store_thread
 
 pytestmark = pytest.mark.store
 
 PROMPT = prompt(0, 161)
 NUM_BLOCKS = 10
-
-
-@pytest.fixture
-def arm(monkeypatch):
-    """Arm failpoints in this process."""
-
-    def set_to(spec: str) -> None:
-        monkeypatch.setattr(failpoints, "_armed", failpoints._parse(spec))
-
-    return set_to
 
 
 @pytest.fixture

@@ -514,16 +514,6 @@ def test_an_intent_that_can_not_be_read_is_reported_and_not_completed(tmp_path, 
     world.stop()
 
 
-@pytest.fixture
-def key_file(tmp_path):
-    pytest.importorskip("cryptography")
-    from kvd.storage.key_file import write_key_file
-
-    path = tmp_path / "master.key"
-    write_key_file(path)
-    return str(path)
-
-
 def test_an_intent_of_another_format_is_refused(tmp_path):
     crash(World(tmp_path))
     write_intent(tmp_path, [Mark("acme")])

@@ -25,14 +25,6 @@ from kvd.wal.reader import read_segments
 pytestmark = pytest.mark.store
 
 
-@pytest.fixture
-def key_file(tmp_path) -> str:
-    path = tmp_path / "master.key"
-    path.write_bytes(b"m" * 32)
-    path.chmod(0o600)
-    return str(path)
-
-
 def readable(state: Path, key_file: str) -> set[str]:
     """The tenants' things that an encrypted directory still tells to the master key's holder: prompts by their blocks, pins by name."""
     codec = reading_encryption(state, key_file).codec

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from storage_harness import World, crash, prompt
 
-from kvd.observe import failpoints
 from kvd.storage import store_thread
 from kvd.storage.errors import StateLockedError
 from kvd.storage.lock import StateLock, is_locked
@@ -26,14 +25,6 @@ from kvd.wal import writer
 pytestmark = pytest.mark.store
 
 HARNESS = Path(__file__).with_name("storage_harness.py")
-
-
-@pytest.fixture
-def arm(monkeypatch):
-    def set_to(spec: str) -> None:
-        monkeypatch.setattr(failpoints, "_armed", failpoints._parse(spec))
-
-    return set_to
 
 
 def live(state_dir: Path) -> None:

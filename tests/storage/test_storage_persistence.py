@@ -12,23 +12,12 @@ from storage_harness import BLOCK_TOKENS, ROW_BYTES, World, chain_of, crash, pro
 from kvd.cache.hashing import Namespace
 from kvd.cache.tenants import tenant_salt
 from kvd.commands import Recipe
-from kvd.observe import failpoints
 from kvd.storage import persistence, planner, schema, store_thread
 from kvd.storage.errors import StateLockedError, StoreFullError
 from kvd.storage.store import Store
 from kvd.storage.tools import block_extents, check_store, dump_store
 
 pytestmark = pytest.mark.store
-
-
-@pytest.fixture
-def arm(monkeypatch):
-    """Arm failpoints in this process."""
-
-    def set_to(spec: str) -> None:
-        monkeypatch.setattr(failpoints, "_armed", failpoints._parse(spec))
-
-    return set_to
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:

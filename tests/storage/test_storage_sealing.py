@@ -24,6 +24,7 @@ from kvd.storage import schema, two_copies
 from kvd.storage.encryption import reading_encryption
 from kvd.storage.errors import EncryptionKeyError, KeysUnreadableError, NamespaceGoneError, RecipesUnreadableError, UnknownFormatError
 from kvd.storage.generations import read_current
+from kvd.storage.key_file import read_key_file
 from kvd.storage.keys import KeyRing
 from kvd.storage.keys_file import STORE, key_files
 from kvd.storage.node_index import NodeIndex
@@ -49,14 +50,6 @@ def codec(tmp_path) -> SealedCodec:
     sealed = SealedCodec(KeyRing(tmp_path, MASTER, create=True))
     sealed.pack_namespace(SALTED)
     return sealed
-
-
-@pytest.fixture
-def key_file(tmp_path) -> str:
-    path = tmp_path / "master.key"
-    path.write_bytes(MASTER)
-    path.chmod(0o600)
-    return str(path)
 
 
 def node_row(tokens: bytes = TOKENS) -> NodeRow:
@@ -527,7 +520,7 @@ def test_what_a_destroyed_key_had_sealed_is_a_miss_and_no_damage(tmp_path, key_f
         world.ask(prompt(0, 81), SALTED)
     assert not world.checkpoint().error
     crash(world)
-    assert KeyRing(state, MASTER).destroy(SALTED.tenant_salt)
+    assert KeyRing(state, read_key_file(Path(key_file))).destroy(SALTED.tenant_salt)
     report = check_store(state, key_file=key_file)
     assert (report["ok"], report["nodes"], report["blocks"], report["forgotten_rows"]) == (True, 3, 3, 11)
     world = World(state, store_encryption_key_file=key_file)
