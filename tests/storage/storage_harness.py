@@ -252,6 +252,16 @@ def _abandon(store_thread) -> None:
     store_thread.stop(10)
 
 
+def warm(state_dir: Path, *numbers: int, num_tokens: int = 81, **config) -> None:
+    """A life in which each prompt was asked twice and checkpointed."""
+    world = World(state_dir, **config)
+    for number in numbers:
+        world.ask(prompt(number, num_tokens, shared=32))
+        world.ask(prompt(number, num_tokens, shared=32))
+    assert not world.checkpoint().error
+    assert world.stop()
+
+
 def victim(state_dir: Path) -> None:
     """Two prompts that share a prefix, a pin, checkpoints. Each line printed is a promise that must hold after a kill."""
     world = World(state_dir)

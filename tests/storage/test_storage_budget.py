@@ -1,4 +1,4 @@
-"""``store_max_bytes`` bounds what ``du`` counts under the state directory: while running, over damage and restarts, and after it was lowered."""
+"""``store_max_bytes`` bounds what ``du`` counts under the state directory: while running, over damage and restarts, and after it was lowered; the least valuable go, and pins stay as recipes."""
 
 from __future__ import annotations
 
@@ -254,4 +254,60 @@ def test_rows_of_nodes_beyond_their_bound_take_their_room_from_the_blocks(tmp_pa
     world.until(lambda: index.stored_bytes > room - 20 * limits.block_bytes)
     assert not world.checkpoint().error
     world.until(lambda: room - 20 * limits.block_bytes < index.stored_bytes <= room)
+    world.stop()
+
+
+def test_the_disk_budget_holds_and_the_least_valuable_go(tmp_path):
+    row_bytes = 60_000
+    config = {"store_max_bytes": 8 << 20, "num_blocks": 400, "row_bytes": row_bytes}
+    world = World(tmp_path, **config)
+    favourite = prompt(0, 81)
+    for _ in range(20):
+        world.ask(favourite)
+    for number in range(1, 60):
+        for _ in range(2):
+            world.ask(prompt(number, 81))
+        if number % 10 == 0:
+            world.checkpoint()
+    assert not world.checkpoint().error
+    stats = world.storage.stats()
+    assert stats["expired_bytes"] + stats["checkpoint_refused_blocks"] > 0
+    assert stats["degradations"] == 0
+    world.stop()
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 8 << 20
+    world = World(tmp_path, **config)
+    assert world.ask(favourite) == 80
+    budget = world.storage._running.budget
+    assert world.report.num_blocks * budget.block_bytes >= 0.6 * budget.max_block_bytes, "room that is there is used"
+    world.stop()
+
+
+def test_a_smaller_budget_is_kept_after_the_next_start(tmp_path):
+    row_bytes = 60_000
+    world = World(tmp_path, store_max_bytes=32 << 20, num_blocks=400, row_bytes=row_bytes)
+    for number in range(40):
+        for _ in range(2):
+            world.ask(prompt(number, 81))
+    assert not world.checkpoint().error
+    assert world.storage.status()["blocks"] == 200
+    world.stop()
+    config = {"store_max_bytes": 8 << 20, "num_blocks": 400, "row_bytes": row_bytes}
+    world = World(tmp_path, **config)
+    world.until(lambda: world.storage.status()["bytes"] < 6 << 20)
+    world.stop()
+    world = World(tmp_path, **config)
+    assert sum(path.stat().st_size for path in (tmp_path / "kv").rglob("*") if path.is_file()) <= 8 << 20
+    assert 0 < world.report.num_blocks < 120
+    world.stop()
+    assert check_store(tmp_path)["ok"]
+
+
+def test_pins_above_the_disk_budget_are_kept_as_recipes_alone(tmp_path):
+    world = World(tmp_path, store_max_bytes=8 << 20, num_blocks=300, row_bytes=100_000)
+    assert world.pin("fits", prompt(1, 320)) == "recipe+bytes"
+    assert world.pin("too-much", prompt(2, 640)) == "recipe"
+    assert world.storage.status()["degraded"] is False
+    world.stop()
+    world = World(tmp_path, store_max_bytes=8 << 20, num_blocks=300, row_bytes=100_000)
+    assert world.report.pins_pending == ("too-much",)
     world.stop()
