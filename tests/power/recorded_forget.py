@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from check_states import MAX_FINDINGS, is_ignored
+from forget_world import ACME_SALTED, KEPT, OTHERS, OWN, OWN_ROWS, SALTED, WHOLE, forget, found_in, live, needles
 from replay import Disk, mark, materialise, read_log
 from storage_harness import World
-from test_storage_forget import ACME_SALTED, KEPT, OTHERS, OWN, OWN_ROWS, SALTED, WHOLE, forget, found_in, live, needles
 
 GONE = OWN | OWN_ROWS | needles(ACME_SALTED, SALTED)
 SETTINGS = {"store_max_bytes": 32 << 20, "wal_segment_bytes": 1 << 13}

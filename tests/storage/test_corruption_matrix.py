@@ -33,8 +33,8 @@ pytestmark = pytest.mark.store
 TESTS = Path(__file__).parents[1]
 ELSEWHERE = {
     "recipes-unsynced": "storage/test_storage_recipes_interval.py::test_what_a_power_cut_left_of_the_unsynced_file_is_no_damage",
-    "forgetting-bad": "storage/test_storage_forget.py::test_an_intent_that_can_not_be_read_is_reported_and_not_completed",
-    "forgetting-format": "storage/test_storage_forget.py::test_an_intent_of_another_format_is_refused",
+    "forgetting-bad": "storage/test_storage_forget_intent.py::test_an_intent_that_can_not_be_read_is_reported_and_not_completed",
+    "forgetting-format": "storage/test_storage_forget_intent.py::test_an_intent_of_another_format_is_refused",
     "state-unwritable": "storage/test_storage_hostile.py::test_a_directory_that_is_not_ours_to_write_is_refused",
     "state-not-yet": "storage/test_first_starts.py::test_pins_in_clear_are_not_served_beside_keys_that_can_not_be_written",
     "state-full": "storage/test_storage_hostile.py::test_a_real_full_disk_at_a_start",

@@ -1,4 +1,4 @@
-"""Forgetting in an encrypted store: copies of everything from before, and the keys from after, tell nothing of what was forgotten."""
+"""Forgetting in an encrypted store: copies of everything from before, and the keys from after, tell nothing of what was forgotten; a tenant loses its keys, a prefix is copied around."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from forget_world import ACME, ACME_SALTED, KEPT, OTHERS, PREFIX, SALTED, SECRET, TEXT, WHOLE, forget, live, victim
 from storage_harness import World, chain_of, crash
-from test_storage_forget import ACME, ACME_SALTED, KEPT, OTHERS, PREFIX, SALTED, SECRET, TEXT, WHOLE, forget, live
 
 from kvd.cache.tenants import Selection
 from kvd.storage import schema
@@ -110,7 +110,72 @@ def test_nothing_of_a_forget_under_way_stands_in_clear(tmp_path, key_file):
     assert not any(TEXT.encode() in path.read_bytes() for path in state.rglob("*") if path.is_file())
 
 
+def everything(state_dir: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in state_dir.rglob("*") if path.is_file()}
+
+
+def test_encrypted_a_tenants_keys_are_destroyed_and_an_older_copy_of_its_blocks_opens_no_more(tmp_path, key_file):
+    state_dir = tmp_path / "state"
+    world = World(state_dir, store_encryption_key_file=key_file)
+    live(world)
+    keys = world.storage.keys
+    assert keys is not None
+    assert {ACME.tenant_salt, ACME_SALTED.tenant_salt, OTHERS.tenant_salt} <= set(keys.tenants())
+    copy = everything(state_dir / "kv") | everything(state_dir / "wal")
+    generation = world.storage._running.recovered.generations.current.generation
+    assert forget(world, WHOLE).error == ""
+    assert not {ACME.tenant_salt, ACME_SALTED.tenant_salt} & set(keys.tenants())
+    assert OTHERS.tenant_salt in keys.tenants()
+    assert world.storage._running.recovered.generations.current.generation == generation, "nothing had to be copied"
+    crash(world)
+    for path, data in copy.items():  # as a backup, or a block device's snapshot, would hold it
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(data)
+    again = World(state_dir, store_encryption_key_file=key_file)
+    assert again.ask(KEPT, OTHERS) == 96
+    assert again.num_restored == 96
+    assert again.ask(SECRET, ACME) == 0
+    assert again.ask(SALTED, ACME_SALTED) == 0
+    assert list(again.storage.recipe_book.recipes()) == ["rules"]
+    again.stop()
+
+
+def test_encrypted_a_prefix_is_copied_around(tmp_path, key_file):
+    state_dir = tmp_path / "state"
+    world = World(state_dir, store_encryption_key_file=key_file)
+    live(world)
+    generations = world.storage._running.recovered.generations
+    before = generations.current.generation
+    assert forget(world, PREFIX).error == ""
+    assert generations.current.generation > before
+    assert not (state_dir / "kv" / str(before)).exists()
+    assert world.ask(KEPT, ACME) == 96
+    world.stop()
+    again = World(state_dir, store_encryption_key_file=key_file)
+    assert again.ask(KEPT, ACME) == 96
+    assert again.num_restored == 96
+    assert again.ask(SECRET, ACME) == 32
+    again.stop()
+
+
+@pytest.mark.parametrize("point", ["forget.before_recipes", "forget.before_rewrite", "keys.before_unlink@6", "forget.before_log"])
+def test_encrypted_killed_in_the_middle(tmp_path, key_file, point):
+    state_dir = tmp_path / "state"
+    name, _, passage = point.partition("@")
+    status, said = victim(state_dir, f"{name}=kill@{passage or 1}", key_file)
+    assert status == -9
+    if "lived" not in said:
+        pytest.fail(f"{point} was reached too early")
+    world = World(state_dir, store_encryption_key_file=key_file)
+    world.until(lambda: not (state_dir / INTENT_NAME).exists(), timeout_s=60)
+    assert world.storage.keys is not None
+    assert ACME.tenant_salt not in world.storage.keys.tenants()
+    assert world.ask(SECRET, ACME) == 0
+    assert world.ask(KEPT, OTHERS) == 96
+    world.stop()
+
+
 if __name__ == "__main__":
-    victim = World(Path(sys.argv[1]), store_encryption_key_file=sys.argv[2])
-    live(victim)
-    forget(victim, Selection("acme", ACME.tenant_salt, SECRET[: 4 * 64]))
+    the_world = World(Path(sys.argv[1]), store_encryption_key_file=sys.argv[2])
+    live(the_world)
+    forget(the_world, Selection("acme", ACME.tenant_salt, SECRET[: 4 * 64]))
