@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvd.cache.hashing import Namespace, block_hash
 from kvd.cache.manager import CacheManager
+from kvd.cache.tenants import tenant_salt
 from kvd.commands import CheckpointDone, Recipe, RecipeDurable
 from kvd.config import StorageConfig
 from kvd.executor.worker import ExecutorThread
@@ -27,6 +28,8 @@ from kvd.storage.tools import check_store
 from kvd.types import KvGroup, pack_tokens
 
 FINGERPRINT = b"f" * 32
+SALTED = Namespace(FINGERPRINT, tenant_salt("", b"the tenant's salt"))
+"""A tenant's namespace."""
 BLOCK_TOKENS = 16
 ROW_BYTES = 1000
 
@@ -260,6 +263,13 @@ def warm(state_dir: Path, *numbers: int, num_tokens: int = 81, **config) -> None
         world.ask(prompt(number, num_tokens, shared=32))
     assert not world.checkpoint().error
     assert world.stop()
+
+
+def found(state: Path, secrets: dict[str, bytes]) -> set[str]:
+    """Which of the secrets stand in any file of a state directory, or in a name."""
+    everything = [path.read_bytes() for path in state.rglob("*") if path.is_file()]
+    everything.append("\n".join(map(str, state.rglob("*"))).encode())
+    return {what for what, secret in secrets.items() if any(secret in data for data in everything)}
 
 
 def victim(state_dir: Path) -> None:

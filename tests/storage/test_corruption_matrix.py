@@ -52,12 +52,12 @@ ELSEWHERE = {
     "pin-set": "storage/test_pin_transfer.py::test_every_cut_and_every_flipped_byte_is_found_before_anything_is_changed",
     "keys-one-bad": "storage/test_storage_keys.py::test_one_damaged_file_costs_no_key_and_is_not_kept",
     "keys-all-bad": "storage/test_storage_keys.py::test_no_readable_file_is_refused",
-    "keys-missing": "storage/test_storage_sealing.py::test_without_the_keys_folder_encrypted_pins_are_not_overwritten",
-    "keys-older": "storage/test_storage_sealing.py::test_keys_older_than_the_recipes_are_not_taken_for_a_forgotten_tenant",
-    "keys-wrong": "storage/test_storage_sealing.py::test_without_the_key_or_with_another_the_start_is_refused_and_nothing_touched",
-    "keys-full": "storage/test_storage_sealing.py::test_a_disk_that_takes_no_keys_costs_no_answer_and_heals",
+    "keys-missing": "storage/test_encrypted_lives.py::test_without_the_keys_folder_encrypted_pins_are_not_overwritten",
+    "keys-older": "storage/test_encrypted_lives.py::test_keys_older_than_the_recipes_are_not_taken_for_a_forgotten_tenant",
+    "keys-wrong": "storage/test_encrypted_lives.py::test_without_the_key_or_with_another_the_start_is_refused_and_nothing_touched",
+    "keys-full": "storage/test_encrypted_lives.py::test_a_disk_that_takes_no_keys_costs_no_answer_and_heals",
     "keys-taken": "storage/test_storage_keys.py::test_pins_acknowledged_after_the_keys_were_taken_away_come_back",
-    "keys-gone": "storage/test_storage_sealing.py::test_what_a_destroyed_key_had_sealed_is_a_miss_and_no_damage",
+    "keys-gone": "storage/test_encrypted_lives.py::test_what_a_destroyed_key_had_sealed_is_a_miss_and_no_damage",
     "model": "storage/test_storage_persistence.py::test_bytes_of_another_model_are_never_used_and_are_collected",
 }
 """Rows that tests of their own hold to the document."""
