@@ -9,32 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lora_directories import CONFIG, make_adapter, module_sizes
+from tiny_spec import LLAMA
 
 from kvd.executor.adapter_files import AdapterError, AdapterNotFoundError, adapter_names, read_adapter_files
 from kvd.executor.adapters import max_adapter_bytes, plan_adapter
-from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec
 
-SPEC = ModelSpec(
-    architecture=Architecture.LLAMA,
-    name="tiny",
-    num_layers=3,
-    hidden_size=32,
-    intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=100,
-    max_positions=512,
-    rms_norm_eps=1e-5,
-    rope=RopeSpec(),
-    windows=(0, 0, 0),
-    qkv_bias=False,
-    qk_norm=False,
-    tied_head=False,
-    eos_token_ids=(0,),
-    weights_format="safetensors",
-    weights_dtype="float32",
-)
+SPEC = replace(LLAMA, num_layers=3, hidden_size=32, intermediate_size=48, head_dim=8, vocab_size=100, windows=(0, 0, 0))
 SIZES = module_sizes(num_layers=3, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8)
 
 

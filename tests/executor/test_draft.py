@@ -12,13 +12,13 @@ from itertools import pairwise  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from tiny_spec import LLAMA  # noqa: E402
 
 from kvd.executor.attention.reference import ReferenceAttention  # noqa: E402
 from kvd.executor.draft import DraftModel  # noqa: E402
 from kvd.executor.input_batch import InputBatch  # noqa: E402
 from kvd.executor.kv_pool import KvPool  # noqa: E402
 from kvd.executor.models.decoder import Decoder, allocate_weights  # noqa: E402
-from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec  # noqa: E402
 from kvd.executor.runner import TorchRunner  # noqa: E402
 from kvd.executor.sampling.columns import SamplingColumns  # noqa: E402
 from kvd.executor.sampling.penalties import TokenCounts  # noqa: E402
@@ -36,27 +36,7 @@ SAMPLINGS = {
     "truncated": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=5),
     "penalised": SamplingParams(temperature=1.2, repetition_penalty=1.4, frequency_penalty=0.3, seed=7),
 }
-SPEC = ModelSpec(
-    architecture=Architecture.LLAMA,
-    name="tiny",
-    num_layers=2,
-    hidden_size=32,
-    intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=VOCAB,
-    max_positions=256,
-    rms_norm_eps=1e-6,
-    rope=RopeSpec(),
-    windows=(0, 0),
-    qkv_bias=False,
-    qk_norm=False,
-    tied_head=False,
-    eos_token_ids=(0,),
-    weights_format="safetensors",
-    weights_dtype="float32",
-)
+SPEC = replace(LLAMA, hidden_size=32, intermediate_size=48, head_dim=8, max_positions=256, rms_norm_eps=1e-6)
 
 
 def make_decoder(seed=7, poisoned=None):

@@ -8,15 +8,16 @@ pytestmark = pytest.mark.torch
 
 import random  # noqa: E402
 from collections import Counter  # noqa: E402
+from dataclasses import replace  # noqa: E402
 
 import torch  # noqa: E402
 from native_runner import native_decoder  # noqa: E402
+from tiny_spec import LLAMA  # noqa: E402
 
 from kvd.executor.attention.reference import ReferenceAttention  # noqa: E402
 from kvd.executor.kernels.cpu import native  # noqa: E402
 from kvd.executor.kv_pool import KvPool  # noqa: E402
 from kvd.executor.models.decoder import Decoder, allocate_weights  # noqa: E402
-from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec  # noqa: E402
 from kvd.executor.native_kv_pool import NativeKvPool  # noqa: E402
 from kvd.executor.native_model import NativeModel  # noqa: E402
 from kvd.executor.native_runner import NativeRunner  # noqa: E402
@@ -40,27 +41,7 @@ SAMPLINGS = {
     "ruled": SamplingParams(temperature=1.0, seed=2, logit_bias=((5, 4.0),), banned_token_ids=(7, 8, 9), bad_words=((5, 5),)),
     "log-probabilities": SamplingParams(temperature=0.7, seed=9, num_logprobs=2),
 }
-SPEC = ModelSpec(
-    architecture=Architecture.LLAMA,
-    name="tiny",
-    num_layers=2,
-    hidden_size=32,
-    intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=VOCAB,
-    max_positions=256,
-    rms_norm_eps=1e-6,
-    rope=RopeSpec(),
-    windows=(0, 0),
-    qkv_bias=False,
-    qk_norm=False,
-    tied_head=False,
-    eos_token_ids=(0,),
-    weights_format="safetensors",
-    weights_dtype="float32",
-)
+SPEC = replace(LLAMA, hidden_size=32, intermediate_size=48, max_positions=256, rms_norm_eps=1e-6)
 
 
 def make_weights(seed=7, noise=0.0, poisoned=None):

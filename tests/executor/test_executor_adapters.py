@@ -14,13 +14,14 @@ from dataclasses import replace  # noqa: E402
 import torch  # noqa: E402
 from lora_directories import CONFIG, make_adapter, module_sizes, write_safetensors  # noqa: E402
 from native_runner import native_decoder, native_runner  # noqa: E402
+from tiny_spec import LLAMA as TINY  # noqa: E402
 
 from kvd.executor.adapter_files import AdapterError, read_adapter_files  # noqa: E402
 from kvd.executor.adapters import max_adapter_bytes, plan_adapter  # noqa: E402
 from kvd.executor.kernels.cpu import native  # noqa: E402
 from kvd.executor.kv_pool import KvPool  # noqa: E402
 from kvd.executor.models.decoder import Decoder, DecoderWeights, LayerWeights, allocate_weights  # noqa: E402
-from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec  # noqa: E402
+from kvd.executor.models.spec import Architecture  # noqa: E402
 from kvd.executor.native_adapters import pack_adapter  # noqa: E402
 from kvd.executor.native_kv_pool import NativeKvPool  # noqa: E402
 from kvd.executor.native_model import NativeModel  # noqa: E402
@@ -36,27 +37,7 @@ if native.status().isa is None:
 
 VOCAB = 300
 GREEDY = SamplingParams(temperature=0.0)
-LLAMA = ModelSpec(
-    architecture=Architecture.LLAMA,
-    name="tiny",
-    num_layers=2,
-    hidden_size=48,
-    intermediate_size=150,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=VOCAB,
-    max_positions=512,
-    rms_norm_eps=1e-5,
-    rope=RopeSpec(),
-    windows=(0, 0),
-    qkv_bias=False,
-    qk_norm=False,
-    tied_head=False,
-    eos_token_ids=(0,),
-    weights_format="safetensors",
-    weights_dtype="float32",
-)
+LLAMA = replace(TINY, intermediate_size=150)
 QWEN = replace(LLAMA, architecture=Architecture.QWEN2, qkv_bias=True, head_dim=32, num_kv_heads=1)
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {

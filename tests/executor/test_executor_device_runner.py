@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from tiny_spec import LLAMA
 
 from kvd.executor.assemble import LateRunner
 from kvd.executor.gpu.decode_graphs import DecodeGraphs, Field, Rerun, StaticInputs, bucket_sizes
@@ -13,7 +16,7 @@ from kvd.executor.gpu.transfer import download, upload
 from kvd.executor.gpu.triton_model import TritonModel
 from kvd.executor.kv_pool import KvPool
 from kvd.executor.models.decoder import Decoder, allocate_weights
-from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec
+from kvd.executor.models.spec import Architecture
 from kvd.executor.runner import TorchRunner
 from kvd.executor.worker import ExecutorThread
 from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, StartedRow
@@ -25,26 +28,17 @@ SIZE = 16
 VOCAB = 120
 MAX_ROWS = 4
 GREEDY = SamplingParams(temperature=0.0)
-SPEC = ModelSpec(
+SPEC = replace(
+    LLAMA,
     architecture=Architecture.QWEN3,
-    name="tiny",
-    num_layers=2,
     hidden_size=32,
     intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
     vocab_size=VOCAB,
     max_positions=256,
     rms_norm_eps=1e-6,
-    rope=RopeSpec(),
     windows=(0, 24),
     qkv_bias=True,
     qk_norm=True,
-    tied_head=False,
-    eos_token_ids=(0,),
-    weights_format="safetensors",
-    weights_dtype="float32",
 )
 POISON = 77
 

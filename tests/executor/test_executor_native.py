@@ -12,6 +12,7 @@ from dataclasses import replace  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from native_runner import native_decoder, native_runner  # noqa: E402
+from tiny_spec import LLAMA  # noqa: E402
 
 from kvd.executor.assemble import LateRunner  # noqa: E402
 from kvd.executor.attention.backend import AttentionRows  # noqa: E402
@@ -19,7 +20,7 @@ from kvd.executor.input_batch import StepRows  # noqa: E402
 from kvd.executor.kernels.cpu import native  # noqa: E402
 from kvd.executor.kv_pool import KvPool  # noqa: E402
 from kvd.executor.models.decoder import Decoder, allocate_weights  # noqa: E402
-from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec, RopeType  # noqa: E402
+from kvd.executor.models.spec import Architecture, RopeSpec, RopeType  # noqa: E402
 from kvd.executor.native_kv_pool import NativeKvPool  # noqa: E402
 from kvd.executor.native_model import NativeModel  # noqa: E402
 from kvd.executor.native_runner import NativeRunner, PendingStep  # noqa: E402
@@ -34,27 +35,6 @@ SIZE = 16
 VOCAB = 300
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT_TOKENS = 203
-LLAMA = ModelSpec(
-    architecture=Architecture.LLAMA,
-    name="tiny",
-    num_layers=2,
-    hidden_size=48,
-    intermediate_size=72,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=VOCAB,
-    max_positions=512,
-    rms_norm_eps=1e-5,
-    rope=RopeSpec(),
-    windows=(0, 0),
-    qkv_bias=False,
-    qk_norm=False,
-    tied_head=False,
-    eos_token_ids=(0,),
-    weights_format="safetensors",
-    weights_dtype="float32",
-)
 YARN = RopeSpec(type=RopeType.YARN, theta=1000.0, factor=4.0, attention_factor=1.1386, original_max_positions=64)
 MODELS = {
     "llama": LLAMA,

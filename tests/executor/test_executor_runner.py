@@ -7,14 +7,16 @@ import pytest
 pytestmark = pytest.mark.torch
 
 import random  # noqa: E402
+from dataclasses import replace  # noqa: E402
 
 import torch  # noqa: E402
+from tiny_spec import LLAMA  # noqa: E402
 
 from kvd.executor.assemble import LateRunner  # noqa: E402
 from kvd.executor.input_batch import BatchError  # noqa: E402
 from kvd.executor.kv_pool import KvPool  # noqa: E402
 from kvd.executor.models.decoder import Decoder, allocate_weights  # noqa: E402
-from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec  # noqa: E402
+from kvd.executor.models.spec import Architecture  # noqa: E402
 from kvd.executor.runner import TorchRunner  # noqa: E402
 from kvd.executor.worker import ExecutorThread  # noqa: E402
 from kvd.step import BlockCopy, ContinuedRows, SchedulerOutput, StartedRow  # noqa: E402
@@ -23,26 +25,18 @@ from kvd.types import SamplingParams, pack_tokens  # noqa: E402
 SIZE = 4
 VOCAB = 300
 GREEDY = SamplingParams(temperature=0.0)
-SPEC = ModelSpec(
+SPEC = replace(
+    LLAMA,
     architecture=Architecture.QWEN3,
-    name="tiny",
-    num_layers=2,
     hidden_size=32,
     intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
     head_dim=8,
-    vocab_size=VOCAB,
     max_positions=256,
     rms_norm_eps=1e-6,
-    rope=RopeSpec(),
     windows=(0, 24),
     qkv_bias=True,
     qk_norm=True,
     tied_head=True,
-    eos_token_ids=(0,),
-    weights_format="safetensors",
-    weights_dtype="float32",
 )
 
 

@@ -14,10 +14,10 @@ from dataclasses import replace  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from native_runner import native_decoder, native_runner  # noqa: E402
+from tiny_spec import LLAMA  # noqa: E402
 
 from kvd.executor.kernels.cpu import native  # noqa: E402
 from kvd.executor.models.decoder import allocate_weights  # noqa: E402
-from kvd.executor.models.spec import Architecture, ModelSpec, RopeSpec  # noqa: E402
 from kvd.executor.native_kv_pool import NativeKvPool  # noqa: E402
 from kvd.executor.native_model import NativeModel  # noqa: E402
 from kvd.executor.native_runner import NativeRunner, PendingStep  # noqa: E402
@@ -30,27 +30,7 @@ if native.status().isa is None:
 
 VOCAB = 301
 NUM_WORDS = -(-VOCAB // 32)
-SPEC = ModelSpec(
-    architecture=Architecture.LLAMA,
-    name="tiny",
-    num_layers=2,
-    hidden_size=48,
-    intermediate_size=72,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=VOCAB,
-    max_positions=512,
-    rms_norm_eps=1e-5,
-    rope=RopeSpec(),
-    windows=(0, 0),
-    qkv_bias=False,
-    qk_norm=False,
-    tied_head=False,
-    eos_token_ids=(0,),
-    weights_format="safetensors",
-    weights_dtype="float32",
-)
+SPEC = replace(LLAMA, vocab_size=VOCAB)
 GREEDY = SamplingParams(temperature=0.0)
 BIAS = ((7, 4.0), (300, -2.5), (33, 90.0))
 WISHES = [
