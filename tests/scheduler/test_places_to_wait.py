@@ -1,15 +1,8 @@
 """How many may wait: as many as there are free places for, and ``max_waiting`` more."""
 
-from simulation import Simulation
+from roomy_simulation import make, prompt
 
-
-def make(**options):
-    defaults = {"num_blocks": 64, "block_size": 4, "max_model_len": 64, "max_tokens_per_step": 32, "max_running": 8, "max_waiting": 16}
-    return Simulation(**(defaults | options))
-
-
-def prompt(num_tokens, salt=0):
-    return [(7 * index + salt) % 2 if index > 3 else (salt >> index) & 1 for index in range(num_tokens)]
+from kvd.types import ErrorCode
 
 
 def test_free_places_are_for_those_who_wait():
@@ -42,3 +35,17 @@ def test_places_that_lack_blocks_let_no_more_wait_than_there_are_of_them():
     assert [sim.code(each) for each in ids if sim.terminal(each)] == ["overloaded"] * 14
     sim.finish_all()
     assert sim.code(runs) == "done"
+
+
+def test_a_full_queue_answers_overloaded_with_a_time():
+    sim = make(max_waiting=2, max_running=1)
+    for salt in range(3):
+        sim.submit(prompt(5, salt), max_tokens=3)
+        sim.submit_step()
+    refused = sim.submit(prompt(5, 9), max_tokens=3)
+    failed = sim.terminal(refused)
+    assert failed.code == ErrorCode.OVERLOADED
+    assert 0 < failed.retry_after_s <= 30
+    internal = sim.submit(prompt(5, 9), max_tokens=1, internal=True)
+    assert sim.terminal(internal) is None
+    sim.finish_all()
